@@ -406,14 +406,16 @@ class DeadStore(dist.Store):
     ],
 )
 def test_the_error_of_a_lost_message_names_the_ranks_that_caused_it(
-    kinds: dict[int, str] | None, absent: tuple[int, ...], text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    kinds: dict[int, str] | None, absent: tuple[int, ...], text: str, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=9))
     store = DeadStore() if kinds is None else dist.HashStore()
     for rank, kind in (kinds or {}).items():
         failures._append(StandIn(rank, store), failures.LogEntry(rank, 4, kind, f"entry of rank {rank}"))
     group = StandIn(0, store)
     record = failures.record_of(group)
-    message = failures.AwaitedMessage(5, "tensors", lambda: "a message", lambda group: timedelta(seconds=9))
+    message = failures.AwaitedMessage(5, "tensors", lambda: "a message")
     error = failures.peer_lost(group, record, message, "lost")
     assert error.absent == absent
     assert re.match(f"rank 0 of 3 was at a message, and .*{text}", str(error)), error
@@ -433,7 +435,7 @@ def test_a_communicator_is_made_once_all_ranks_are_there(
         raise RuntimeError("refused")
 
     monkeypatch.setattr(groups, "is_dry_run", lambda group: False)
-    monkeypatch.setattr(groups, "timeout", lambda group: timedelta(seconds=0.5))
+    monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=0.5))
     store = dist.HashStore()
     store.add("present", present)
     with pytest.raises(failures.PeerLost, match="0 of 3 was at a call, and ranks 1, 2 did not") as error:
@@ -492,8 +494,10 @@ def test_a_call_after_a_failure_waits_only_for_ranks_that_may_have_failed_alike(
     ],
 )
 def test_a_message_is_lost_once_a_rank_has_stopped_before_it_or_time_is_up(
-    entries: list[tuple[int, int]], waited: float, has_store: bool, is_lost: bool
-) -> None:
+    entries: list[tuple[int, int]], waited: float, has_store: bool, is_lost: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=9))
     store = dist.HashStore()
     for rank, messages in entries:
         entry = failures.LogEntry(rank, messages, failures.CLOSED, "an entry")
@@ -501,7 +505,7 @@ def test_a_message_is_lost_once_a_rank_has_stopped_before_it_or_time_is_up(
     group = StandIn(0, store)
     record = failures.record_of(group)
     record.has_store = has_store
-    message = failures.AwaitedMessage(5, "tensors", lambda: "a message", lambda group: timedelta(seconds=9))
+    message = failures.AwaitedMessage(5, "tensors", lambda: "a message")
     error = attempt(lambda: failures.check(group, record, message, waited, "late"))
     assert (error is not None and error.startswith("PeerLost: ")) == is_lost == bool(record.closed)
 
@@ -543,7 +547,7 @@ def test_a_message_that_a_graph_cannot_start_is_lost(monkeypatch: pytest.MonkeyP
         raise RuntimeError("refused")
 
     monkeypatch.setattr(collectives, "_start", refuse)
-    monkeypatch.setattr(groups, "timeout", lambda group: timedelta(seconds=9))
+    monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=9))
     request = collectives.AllGather(torch.ones(1))
     with pytest.raises(failures.PeerLost, match=r"ranks 1, 2 did not come .*\(refused\)"):
         collectives.start_in_graph(request, StandIn(0, dist.HashStore()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import tritoncp
 from tests.cases import Answers, Case, agree, expected
 from tests.multiprocess.case_on_ranks import on_rank
 from tests.multiprocess.ranks import run
-from tritoncp.distributed import collectives, groups
+from tritoncp.distributed import collectives, failures, groups
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 CUDA = torch.device("cuda", 0)
@@ -125,7 +126,7 @@ def test_nccl_gets_a_companion_with_a_high_priority_stream() -> None:
             channel = groups.data_communicator(pair, CUDA)
             assert connected == {"connected": channel} and channel is not pair
             assert dist.get_process_group_ranks(channel) == [0, 2]
-            assert creation["options"]._timeout == groups.timeout(pair)
+            assert creation["options"]._timeout == failures.timeout(pair)
             assert groups.data_communicator(pair, torch.device("cpu")) is pair
             group.bound_device_id = None
 
@@ -157,7 +158,7 @@ def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(backen
         with pytest.MonkeyPatch.context() as monkeypatch:
             events = pretend_nccl(monkeypatch, high_priority=True)
             monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
-            monkeypatch.setattr(groups, "group_device", lambda *arguments: torch.device("cpu"))
+            monkeypatch.setattr(failures, "timeout", lambda group: timedelta(minutes=1))
             plan = tritoncp.make_plan(CASE.block_mask(), group, schedule="ring")
             x = torch.ones(1, 4, plan.s_local, 8, requires_grad=True)
             tritoncp.flex_attention(x, x, x, plan, group).sum().backward()

@@ -179,7 +179,7 @@ def connect_new_plans(group: Any, plans: Iterable[Plan]) -> None:
         return
     table = signatures.table_of(group)
     for one in plans:
-        table.note_plan(one)
+        table.plans[one.identity] = True
     groups.connect_data(group)
 
 

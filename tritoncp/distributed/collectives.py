@@ -125,7 +125,7 @@ def _describe(request: Any, group: dist.ProcessGroup, turn: int = 1) -> str:
 
 def _message(number: int, request: Collective, group: dist.ProcessGroup, turn: int = 1) -> AwaitedMessage:
     """Describe the number-th message of a group."""
-    return AwaitedMessage(number, "tensors", lambda: _describe(request, group, turn), groups.timeout)
+    return AwaitedMessage(number, "tensors", lambda: _describe(request, group, turn))
 
 
 def _finish(ticket: Ticket, group: dist.ProcessGroup, record: Record, turn: int = 1) -> Any:
@@ -289,7 +289,7 @@ def exchange(
     row = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
     rows = row.repeat(group.size(), 1)
     work = channel.allgather([list(rows)], [row])
-    message = AwaitedMessage(record.messages, "exchange", lambda: purpose, groups.timeout)
+    message = AwaitedMessage(record.messages, "exchange", lambda: purpose)
     failures.wait(work, group, record, lambda: message)
     return rows.tolist()
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -190,7 +191,12 @@ class AwaitedMessage(NamedTuple):
     number: int
     channel: str
     purpose: Callable[[], str]
-    timeout: Callable[[Any], timedelta]
+
+
+def timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of a group, which its companions share."""
+    kind = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    return group._get_backend(torch.device(kind)).options._timeout
 
 
 def wait(work: Any, group: Any, record: Record, describe: Callable[[], AwaitedMessage]) -> None:
@@ -227,7 +233,7 @@ def check(group: Any, record: Record, message: AwaitedMessage, waited: float, er
         record.messages = message.number - 1  # it will not take part in the other ranks' message
         close(group, record, text)
         raise PeerLost(f"{text}. All ranks of a mesh must make the same calls in the same order. {REMEDY}")
-    if waited >= message.timeout(group).total_seconds():
+    if waited >= timeout(group).total_seconds():
         raise peer_lost(group, record, message, error)
 
 
@@ -259,7 +265,7 @@ def peer_lost(group: Any, record: Record, message: AwaitedMessage, error: object
         if roots or len(heard) == size or time.monotonic() > deadline or not record.has_store:
             break
         time.sleep(0.05)
-    here, seconds = f"rank {own} of {size} was at {purpose}", f"{message.timeout(group).total_seconds():g} s"
+    here, seconds = f"rank {own} of {size} was at {purpose}", f"{timeout(group).total_seconds():g} s"
     absent = [rank for rank in range(size) if rank not in heard]
     if roots:
         why, absent = roots[0].text, [roots[0].rank]

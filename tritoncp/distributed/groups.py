@@ -52,7 +52,7 @@ def control_communicator(group: dist.ProcessGroup, purpose: str = "a first call"
         store = dist.PrefixStore(CONTROL_NAME, group.get_group_store())
 
         def connect() -> Any:
-            return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout(group))
+            return dist.ProcessGroupGloo(store, group.rank(), group.size(), failures.timeout(group))
 
         record.control = _connect(group, store, purpose, connect)
     return record.control
@@ -128,11 +128,11 @@ def _make_companion(group: dist.ProcessGroup) -> str:
 
     def connect() -> str:
         options = torchs.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout(group)
+        options._timeout = failures.timeout(group)
         with _without_split(torchs._get_default_group()):
             companion, _ = torchs._new_process_group_helper(
                 len(ranks), group.rank(), ranks, dist.Backend("nccl"), store,
-                f"{group.group_name} {DATA_NAME}", options, timeout(group), group_desc=DATA_NAME,
+                f"{group.group_name} {DATA_NAME}", options, options._timeout, group_desc=DATA_NAME,
             )  # fmt: skip
         torchs._world.pg_group_ranks[companion] = {rank: index for index, rank in enumerate(ranks)}
         return companion.group_name
@@ -164,7 +164,7 @@ def _connect(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect:
     if store.add("present", 1) == group.size():
         store.set("complete", "yes")
     record, start = failures.record_of(group), time.monotonic()
-    message = failures.AwaitedMessage(record.messages, "exchange", lambda: purpose, timeout)
+    message = failures.AwaitedMessage(record.messages, "exchange", lambda: purpose)
     while True:
         try:
             store.wait(["complete"], timedelta(seconds=failures.SLICE))
@@ -177,20 +177,9 @@ def _connect(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect:
         raise failures.peer_lost(group, record, message, error) from error
 
 
-def timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group, which its companions share."""
-    return group._get_backend(group_device(group)).options._timeout
-
-
 def is_dry_run(group: dist.ProcessGroup) -> bool:
     """Return whether a group uses torch's "fake" backend, under which the other ranks do not exist."""
     return dist.get_backend(group) == "fake"
-
-
-def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a group's tensors."""
-    nccl = "nccl" in dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:

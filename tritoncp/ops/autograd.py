@@ -150,7 +150,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tens
     spec = decode_spec(OpArguments(*arguments).spec)
     e = v.shape[3] if spec.sizes is None else spec.sizes[2]
     results = [laid_out_as(q, e), q.new_empty(q.shape[:3], dtype=stats_dtype(q.dtype))]
-    return [*results, torch.empty_like(results[1])] if spec.want_max else results
+    return [*results, torch.empty_like(results[1])] if "max_scores" in spec.returns else results
 
 
 def _backward_body(*args: Any) -> list[Tensor]:

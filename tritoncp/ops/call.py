@@ -173,11 +173,6 @@ class CallConstants(NamedTuple):
     sizes: Sequence[int] | None = None
 
     @property
-    def want_max(self) -> bool:
-        """Whether max_scores is requested."""
-        return "max_scores" in self.returns
-
-    @property
     def group(self) -> Any:
         """The process group of the call. Raises ValueError if it was destroyed."""
         return groups.group_by_name(self.world) if self.world else None

@@ -52,16 +52,6 @@ class Table:
         self.plans: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
         self.moves: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
 
-    def note(self, signature: Any, scale: float, plan: Plan) -> None:
-        """Record that the ranks have compared a call."""
-        scales = self.scales.get(signature)
-        (self.scales.put(signature, set()) if scales is None else scales).add(scale)
-        self.note_plan(plan)
-
-    def note_plan(self, plan: Plan) -> None:
-        """Record that the ranks have compared a plan."""
-        self.plans.put(plan.identity, True)
-
 
 _TABLES = OwnedState(Table)  # by group
 
@@ -89,13 +79,9 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         plan_structure(plan), plan.first_row, q.dtype, q.is_cuda, sizes,
         call.expand and structure_of_expansion(call.expand),
     )  # fmt: skip
-    scales = table.scales.get(signature)
-    if (
-        scales is not None
-        and (scale in scales or len(scales) >= MAX_SCALES)
-        and table.plans.get(plan.identity)
-        and not consistency.CHECKED
-    ):
+    scales = table.scales.get(signature) or table.scales.put(signature, set())
+    is_known = scale in scales or len(scales) >= MAX_SCALES
+    if is_known and table.plans.get(plan.identity) and not consistency.CHECKED:
         return
     if not consistency.can_compare(group):
         return
@@ -105,7 +91,8 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         return None, {"call": fact(purpose, CALL.encode()), **_facts(call, q, k, v)}, ()
 
     consistency.together(group, purpose, facts)
-    table.note(signature, scale, plan)
+    scales.add(scale)
+    table.plans[plan.identity] = True
     groups.connect_data(group, q.device)  # not yet made if the plan is of another process
 
 

@@ -36,7 +36,6 @@ from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 
 tiles_log = area_logger("tiles")
-PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(tile_rules.__file__).with_name("configs")
 LOCK_SECONDS = 60.0  # timeout of a writer for the lock, which each writer holds for milliseconds
 # Kind of mask whose tiles are used if a kind was not measured: both have long rows of full blocks.
@@ -202,13 +201,6 @@ def forget() -> None:
     global table_generation
     table_generation += 1
     table.cache_clear()
-
-
-def environment(without: str) -> dict[str, str]:
-    """Return this process's environment without one variable, for a subprocess that imports this package."""
-    env = {name: value for name, value in os.environ.items() if name != without}
-    home = str(PACKAGE.parent)
-    return env | {"PYTHONPATH": os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])}
 
 
 def write(

@@ -6,20 +6,23 @@ user's files (:mod:`tritoncp.ops.tile_tables`) before the call looks up its tile
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tritoncp.core.environment import AUTOTUNE, CONFIG_DIR
-from tritoncp.distributed import groups
+from tritoncp.distributed import failures
 from tritoncp.ops import tile_lookup, tile_tables
 from tritoncp.ops.tile_lookup import TileKey
 from tritoncp.planning.problem import MEASURED_KINDS, Problem
 
+PACKAGE = str(Path(__file__).parents[2])
 COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
 MEASURED = {kind: mask for mask, kind in MEASURED_KINDS.items()}
 # Shortest and longest sequence that is measured; the length of a call is clamped to this range.
@@ -40,7 +43,7 @@ def tune_if_requested(device: torch.device, group: Any, call: TileKey, shape: tu
         return  # the score_mod that stands for others when tuning loads no value for each score
     allowed = 0.0 if CONFIG_DIR.read() == "-" else float(AUTOTUNE.read())
     if group is not None:  # tuning may take twice the allowed time
-        allowed = min(allowed, groups.timeout(group).total_seconds() / 4)
+        allowed = min(allowed, failures.timeout(group).total_seconds() / 4)
     if not allowed or call in _ATTEMPTS or not _tunable(device):
         return
     _ATTEMPTS.add(call)
@@ -112,9 +115,10 @@ def _command_arguments(call: TileKey, shape: tuple[int, int, int], allowed: floa
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    """Return the environment of the subprocess: only this device is visible, and TRITONCP_AUTOTUNE is
-    unset."""
-    env = tile_tables.environment(without=AUTOTUNE.name)
+    """Return the environment of the subprocess, which imports this package: only this device is visible, and
+    TRITONCP_AUTOTUNE is unset."""
+    env = {name: value for name, value in os.environ.items() if name != AUTOTUNE.name}
+    env["PYTHONPATH"] = os.pathsep.join([PACKAGE, *filter(None, [env.get("PYTHONPATH")])])
     if device.type != "cpu":
         visible = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tritoncp.core.bounded_cache import BoundedCache, OwnedState
 from tritoncp.distributed.collectives import AllToAll, Schedule
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.planning import traffic
@@ -78,8 +77,8 @@ class HeadExchange:
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
         """Return the exchange of a call, kept with the plan for calls with equally many heads."""
-        exchanges, heads = _EXCHANGES.of(plan.derived), (q.shape[1], k.shape[1])
-        key = plan.rank, plan.schedule, plan.degree, *heads
+        exchanges, heads = plan.derived.parts, (q.shape[1], k.shape[1])
+        key = "exchange", plan.rank, plan.schedule, plan.degree, *heads
         return exchanges.get(key) or exchanges.put(key, cls._build(plan, *heads))
 
     @classmethod
@@ -182,10 +181,6 @@ class HeadExchange:
         spread = [0] * self.world
         spread[self.rank :: self.degree] = counts
         return spread
-
-
-MAX_EXCHANGES = 64  # of one plan
-_EXCHANGES: OwnedState[BoundedCache[Any, HeadExchange]] = OwnedState(lambda: BoundedCache(MAX_EXCHANGES))
 
 
 def _warn_uneven_heads(heads: int, world: int, degree: int) -> None:

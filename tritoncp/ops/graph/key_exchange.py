@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tritoncp.core.handles import object_of
 from tritoncp.distributed import failures
@@ -73,7 +74,7 @@ def _forward_part(q: Tensor, buffer: Tensor, index: int, count: int, *arguments:
 def _forward_part_fake(q: Tensor, buffer: Tensor, *rest: Any) -> list[Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q.dtype))
     out = laid_out_as(q, buffer.shape[2] - q.shape[3])
-    return [out, lse, *([torch.empty_like(lse)] if decode_spec(rest[-1]).want_max else [])]
+    return [out, lse, *([torch.empty_like(lse)] if "max_scores" in decode_spec(rest[-1]).returns else [])]
 
 
 def _backward_part(
@@ -130,7 +131,7 @@ def _below_autograd(op: str) -> Any:
     """Make the Autograd kernel of an op without a derivative: the joint graph contains the backward pass."""
 
     def run(*args: Any) -> Any:
-        if needs_autograd(x for x in _tensors(args)):
+        if needs_autograd(x for x in tree_leaves(args) if isinstance(x, Tensor)):
             raise RuntimeError(
                 f"tritoncp::{op} has no derivative, since it belongs to a joint graph that chunking.chunk "
                 "rewrote: rewrite the graph where AOTAutograd partitions it, or run it under torch.no_grad()"
@@ -139,11 +140,6 @@ def _below_autograd(op: str) -> Any:
             return getattr(torch.ops.tritoncp, op).default(*args)
 
     return run
-
-
-def _tensors(args: Any) -> list[Tensor]:
-    lists = [x if isinstance(x, list | tuple) else [x] for x in args]
-    return [x for one in lists for x in one if isinstance(x, Tensor)]
 
 
 def _register(name: str, body: Any, fake: Any, schema: str = "") -> Any:
