@@ -18,7 +18,6 @@ from tritoncp.reference.dense import dense_attention
 
 pytestmark = [
     pytest.mark.usefixtures("cpu_engine"),
-    pytest.mark.filterwarnings("ignore:.*heads cannot be divided"),
     pytest.mark.filterwarnings("ignore:in natural order"),
 ]
 VOCABULARY, HEADS, KV_HEADS, DIM = 5, 4, 2, 6

@@ -16,7 +16,6 @@ from tritoncp.core.cpu_target import cpu_target
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.filterwarnings("ignore:.*heads cannot be divided"),
     pytest.mark.filterwarnings("ignore:in natural order"),
 ]
 assert COMPILED

@@ -62,7 +62,6 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return requests
 
 
-@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F64], ids=str)
 def test_keys_are_sent_as_they_are_and_gradients_in_float32_at_least(
@@ -109,7 +108,6 @@ def test_ranks_that_read_no_keys_of_others_send_none(schedule: str, monkeypatch:
 # -- results ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_results_may_be_edited(schedule: str) -> None:
     """Results are no views, and share no memory with each other."""
@@ -128,7 +126,6 @@ def test_results_may_be_edited(schedule: str) -> None:
 ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1, 2)}
 
 
-@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", ["local", *SCHEDULES])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_results_lie_in_memory_as_what_they_are_made_from(
@@ -158,7 +155,6 @@ def test_results_lie_in_memory_as_what_they_are_made_from(
         assert a.permute(*order, 3).is_contiguous() and b.is_contiguous()
 
 
-@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_in_inference_mode_share_no_memory(schedule: str) -> None:
     """In inference mode views are not marked as views."""
@@ -179,7 +175,6 @@ def test_gradients_in_inference_mode_share_no_memory(schedule: str) -> None:
 # -- tensors saved for backward -----------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, schedule: str) -> None:

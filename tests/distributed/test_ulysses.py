@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,6 @@ from tests.multiprocess import ranks
 from tests.multiprocess.case_on_ranks import check_ranks
 from tritoncp import causal, create_block_mask, make_plan, simulate
 from tritoncp.distributed.collectives import lockstep
-from tritoncp.distributed.schedules import head_exchange
 from tritoncp.distributed.schedules.head_exchange import HeadExchange, Side
 from tritoncp.distributed.schedules.ulysses import stretches
 from tritoncp.planning import traffic
@@ -88,7 +85,6 @@ def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
             torch.testing.assert_close(own[place], x * times)
 
 
-@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", BETWEEN)
 @pytest.mark.parametrize(("heads", "group", "world"), [(2, 3, 4), (1, 5, 3), (4, 1, 6), (3, 3, 6)])
 def test_heads_need_not_divide(heads: int, group: int, world: int, schedule: str) -> None:
@@ -109,17 +105,11 @@ def test_nothing_is_traded_too(batch: int, rows: int, schedule: str) -> None:
         assert out.shape == grad.shape == x.shape and lse.shape == x.shape[:3]
 
 
-def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr(head_exchange, "_WARNED", set())
-    world, x = simulate(8), torch.randn(1, 3, 64, 16)
-    plan = world.make_plan(tritoncp.full_mask(64, 64, block=8), schedule="ulysses")
-    shards = world.shard(x, plan, dim=2)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        world.flex_attention(shards, shards, shards, plan)
-        world.flex_attention(shards, shards, shards, plan)
-    (text,) = [str(w.message) for w in said if "cannot be divided" in str(w.message)]
-    assert re.match("3 heads cannot be divided among 8 ranks: rows of 2 ranks.*the 4 rows", text)
+def test_fewer_heads_than_ranks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tritoncp.messages")
+    plan = make_plan(tritoncp.full_mask(80, 80, block=8), world_size=10, schedule="ulysses")
+    HeadExchange.of(plan, *[torch.empty(1, 3, 8, 16)] * 2)
+    assert caplog.messages == ["3 heads do not divide among 10 ranks: rows of 2 ranks exchange heads"]
 
 
 def test_three_processes_share_heads_of_single_channels() -> None:

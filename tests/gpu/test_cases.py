@@ -12,10 +12,7 @@ from tests.cases import LAYOUTS, PASSES, Case, answers, call, case_of, expected,
 from tests.gpu.support import BF16, DEVICE, FP16, FP32, ON_GPU
 from tests.zoo import MASKS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*heads cannot be divided"),
-    pytest.mark.filterwarnings("ignore:in natural order"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:in natural order")
 N = 517 if ON_GPU else 40  # no multiple of any block
 ROUNDS = 3  # through the masks
 FACTORS: dict[str, Any] = {

@@ -78,7 +78,6 @@ def same(got: Any, want: Any, count: int) -> None:
         assert torch.equal(a, b), f"{name} differs by {float((a - b).abs().max())}"
 
 
-@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_bits_do_not_depend_on_ranks_schedule_and_placement(name: str, world: tuple[int, str, Any]) -> None:
     x, mask = inputs(kv_heads=4 if world[1] == "ulysses" else 2), mask_of(name)

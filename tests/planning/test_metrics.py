@@ -39,7 +39,6 @@ def masks() -> dict[str, Mask]:
 MASKS = masks()
 
 
-@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("balancer", ["ptrr", "contiguous"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MASKS)

@@ -416,7 +416,7 @@ class Plan(BlockMaskInterface):
         >>> mask = create_block_mask(causal(), 1, 1, 65536, 65536)
         >>> metrics = make_plan(mask, world_size=4, rank=0, schedule="ring").metrics(heads=16, kv_heads=16)
         >>> metrics["forward_extra_bytes"] >> 20, metrics["backward_peak_bytes"] >> 20
-        (386, 1730)
+        (386, 1474)
         """
         return Facts.of(self, hardware, **shape).metrics
 

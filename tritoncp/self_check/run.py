@@ -11,7 +11,6 @@ import platform
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -179,7 +178,6 @@ def join_groups(request: CheckRequest, device: torch.device, world_size: int) ->
 def set_up_process(device: torch.device) -> None:
     """Set up a process so that its cache keys of compiled kernels equal those of other processes."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*heads cannot be divided")  # some cases are of this kind
     if device.type == "cuda":
         torch.cuda.set_device(device)
         name_functions()

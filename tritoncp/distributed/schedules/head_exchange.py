@@ -7,21 +7,20 @@ own heads of all of the row's tokens.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.distributed.collectives import AllToAll, Schedule
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
 
 T = TypeVar("T")
-
-_WARNED: set[tuple[int, int]] = set()
+messages_log = area_logger("messages")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +85,10 @@ class HeadExchange:
         """Cut the heads of a layer among the ranks of this rank's row."""
         degree = plan.degree_for(heads)
         if degree < plan.world_size and not plan.degree:
-            _warn_uneven_heads(heads, plan.world_size, degree)
+            log_decision(
+                messages_log, "%d heads do not divide among %d ranks: rows of %d ranks exchange heads",
+                heads, plan.world_size, degree,
+            )  # fmt: skip
         q_heads, kv_parts = traffic.trade(heads, kv_heads, degree)
         sides = Side(q_heads, plan.q.s_max), Side(kv_parts, plan.kv.s_max)
         rows = plan.rows(degree, heads)
@@ -181,14 +183,3 @@ class HeadExchange:
         spread = [0] * self.world
         spread[self.rank :: self.degree] = counts
         return spread
-
-
-def _warn_uneven_heads(heads: int, world: int, degree: int) -> None:
-    """Warn once that fewer ranks than the world's exchange heads."""
-    if (heads, world) not in _WARNED:
-        _WARNED.add((heads, world))
-        warnings.warn(
-            f"{heads} heads cannot be divided among {world} ranks: rows of {degree} ranks exchange heads, "
-            f"and another schedule brings keys to the {world // degree} rows",
-            stacklevel=2,
-        )
