@@ -36,6 +36,7 @@ from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 
 tiles_log = area_logger("tiles")
+PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(tile_rules.__file__).with_name("configs")
 LOCK_SECONDS = 60.0  # timeout of a writer for the lock, which each writer holds for milliseconds
 # Kind of mask whose tiles are used if a kind was not measured: both have long rows of full blocks.

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from tritoncp.ops import tile_lookup, tile_tables
 from tritoncp.ops.tile_lookup import TileKey
 from tritoncp.planning.problem import MEASURED_KINDS, Problem
 
-PACKAGE = str(Path(__file__).parents[2])
 COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
 MEASURED = {kind: mask for mask, kind in MEASURED_KINDS.items()}
 # Shortest and longest sequence that is measured; the length of a call is clamped to this range.
@@ -118,7 +116,8 @@ def _environment(device: torch.device) -> dict[str, str]:
     """Return the environment of the subprocess, which imports this package: only this device is visible, and
     TRITONCP_AUTOTUNE is unset."""
     env = {name: value for name, value in os.environ.items() if name != AUTOTUNE.name}
-    env["PYTHONPATH"] = os.pathsep.join([PACKAGE, *filter(None, [env.get("PYTHONPATH")])])
+    home = str(tile_tables.PACKAGE.parent)
+    env["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])
     if device.type != "cpu":
         visible = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
         index = torch.cuda.current_device() if device.index is None else device.index
