@@ -32,7 +32,7 @@ def test_results_are_those_of_plain_products(hidden: bool) -> None:
     visible = torch.rand(2, 1, 40, 33) < 0.5
     visible[:, :, 5] = False
     bias = flash.hide(visible, F64) if hidden else None
-    results = flash.forward(q, k, v, bias, False, 0.3)
+    results = flash.forward(q, k, v, bias, 0.3)
     torch.testing.assert_close(results, plain(q, k, v, bias, 0.3), rtol=0, atol=1e-12)
     assert bool((results[1][:, :, 5] == -math.inf).all()) == hidden
 
@@ -50,7 +50,7 @@ def test_gradients_are_those_of_plain_products(heads: tuple[int, int], threads: 
     torch.set_num_threads(threads)
     try:
         args = (x.detach() for x in (q, k, v, out, lse, dout))
-        got = flash.backward(*args, None, False, 0.3)
+        got = flash.backward(*args, None, 0.3)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tritoncp.cpu.tiles import Decision, PackedTile, SlotRow, TileBatch, batches_of, tiles_of
+from tritoncp.cpu.tiles import PackedTile, SlotRow, TileBatch, batches_of, tiles_of
 
-UNDECIDED = Decision(lambda tiles: [False] * len(tiles), lambda slots, keys: False, uniform=False)
 KEYS = 2048
+
+
+def _undecided(slots: Sequence[SlotRow], keys: tuple[int, int]) -> bool:
+    return False
 
 
 @st.composite
@@ -57,7 +61,7 @@ def listed(slots: list[SlotRow], kind: str) -> Tensor:
 @settings(max_examples=60, deadline=None)
 @given(slots=slot_tables(), flash=st.booleans())
 def test_tiles_cover_each_listed_pair_once_and_no_other(slots: list[SlotRow], flash: bool) -> None:
-    tiles = tiles_of(slots, 0, flash, UNDECIDED)
+    tiles = tiles_of(slots, 0, flash, _undecided)
     full, masked = (listed(slots, kind) for kind in ("full", "masked"))
     torch.testing.assert_close(counts(tiles, len(full)), full + masked, rtol=0, atol=0)
     asked = counts([tile for tile in tiles if tile.kind == "masked"], len(full))
@@ -70,7 +74,7 @@ def test_tiles_cover_each_listed_pair_once_and_no_other(slots: list[SlotRow], fl
 @settings(max_examples=60, deadline=None)
 @given(slots=slot_tables(), flash=st.booleans())
 def test_tiles_of_a_batch_are_equal_and_have_no_row_in_common(slots: list[SlotRow], flash: bool) -> None:
-    tiles = tiles_of(slots, 0, flash, UNDECIDED)
+    tiles = tiles_of(slots, 0, flash, _undecided)
     batches = batches_of(tiles)
     assert sorted(tile for batch in batches for tile in batch.tiles) == sorted(tiles)
     for batch in batches:
@@ -83,7 +87,7 @@ def test_tiles_of_a_batch_are_equal_and_have_no_row_in_common(slots: list[SlotRo
 @settings(max_examples=30, deadline=None)
 @given(slots=slot_tables(), count=st.integers(1, 4), height=st.integers(1, 300))
 def test_parts_of_batches_cover_the_same_pairs(slots: list[SlotRow], count: int, height: int) -> None:
-    tiles = tiles_of(slots, 0, True, UNDECIDED)
+    tiles = tiles_of(slots, 0, True, _undecided)
     parts = [
         piece
         for batch in batches_of(tiles)
@@ -99,7 +103,7 @@ def test_parts_of_batches_cover_the_same_pairs(slots: list[SlotRow], count: int,
 def stairs(*widths: int) -> list[PackedTile]:
     """Return the tiles of slots of 128 rows, each with the first ``width`` keys."""
     slots = [SlotRow((128 * i, 128 * i + 128), [(0, width)], []) for i, width in enumerate(widths)]
-    return tiles_of(slots, 0, True, UNDECIDED)
+    return tiles_of(slots, 0, True, _undecided)
 
 
 def test_slots_that_list_the_same_keys_are_one_tile() -> None:

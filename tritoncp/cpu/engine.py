@@ -152,7 +152,7 @@ class CpuEngine:
         """Yield (head group, tiles, :meth:`Step.visible` of the tiles) for all batches of a step, split so
         that memory is bounded."""
         for group, tiles in self._parts(step, q, use_flash):
-            visible = None if use_flash and tiles.kind == "causal" else step.visible(group, tiles)
+            visible = step.visible(group, tiles)
             if visible is not None and self.score is not None:
                 # Skip tiles without visible pairs, for which a score_mod may be undefined.
                 shows = visible.flatten(1).any(1)
@@ -188,7 +188,7 @@ class CpuEngine:
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if use_flash:
             bias = flash.hide(visible, rows.dtype)
-            return flash.forward(rows, keys, values, bias, tiles.kind == "causal", self.scale)
+            return flash.forward(rows, keys, values, bias, self.scale)
         scores = self._scores(step, group, tiles, visible)
         return scores.forward(rows, keys, values, self.captures)
 
@@ -222,9 +222,9 @@ class CpuEngine:
         )
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (packed.k, packed.v))
         if out is not None:
-            bias, causal = flash.hide(visible, rows.dtype), tiles.kind == "causal"
+            bias = flash.hide(visible, rows.dtype)
             outs = gather(out[group.heads], tiles.rows, tiles.height)
-            return flash.backward(rows, keys, values, outs, lses, douts, bias, causal, self.scale)
+            return flash.backward(rows, keys, values, outs, lses, douts, bias, self.scale)
         scores = self._scores(step, group, tiles, visible)
         *grads, captured = scores.backward(rows, keys, values, douts, lses, deltas, self.captures)
         for buffer, grad in zip(self.grads, captured):

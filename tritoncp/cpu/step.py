@@ -14,19 +14,8 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import vmapped
 from tritoncp.cpu.packing import Packing, row_index
-from tritoncp.cpu.tiles import (
-    Decision,
-    PackedTile,
-    Range,
-    SlotRow,
-    TileBatch,
-    batches_of,
-    slot_rows,
-    tiles_of,
-)
+from tritoncp.cpu.tiles import PackedTile, Range, SlotRow, TileBatch, batches_of, slot_rows, tiles_of
 from tritoncp.planning.step_tables import Tables
-
-PAIRS = 1 << 21  # most pairs for which a mask is evaluated at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +82,6 @@ class Step:
         """Return the visible pairs of tiles: bool [n, 1 or H, height, width]; None for all."""
         if batch.kind == "full":
             return None
-        if batch.kind == "causal":
-            return torch.ones(batch.height, batch.width, dtype=torch.bool).tril()[None, None]
         count = len(batch.tiles)
         if count > 1 and self.window is not None and self._equally_far(batch):
             pairs = self.visible(group, batch.take([0]))
@@ -119,11 +106,7 @@ class Step:
         column = torch.arange(batch.width) + torch.tensor(batch.cols)[:, None]
         return pairs | ((column >= full[:, :1]) & (column < full[:, 1:]))[:, None, None]
 
-    def decision(self, group: HeadGroup) -> Decision:
-        """Return the functions by which visible pairs of masked blocks are decided."""
-        return Decision(partial(self.diagonal, group), partial(self._decides, group), self.window is not None)
-
-    def _decides(self, group: HeadGroup, slots: Sequence[SlotRow], keys: Range) -> bool:
+    def decides(self, group: HeadGroup, slots: Sequence[SlotRow], keys: Range) -> bool:
         """Return whether window or intervals decide all pairs of these slots and keys. (Intervals derived
         from a mask_mod are valid in masked blocks only.)"""
         if self.window is not None:
@@ -147,24 +130,6 @@ class Step:
         distance = self.q.positions[batch.rows] - self.kv.positions[batch.cols]
         return bool((distance == distance[0]).all())
 
-    def diagonal(self, group: HeadGroup, tiles: Sequence[PackedTile]) -> list[bool]:
-        """Return for each square masked tile whether it hides exactly the keys above its diagonal; False with
-        a mask_mod."""
-        if self.window is None and group.lo is None:
-            return [False] * len(tiles)
-        flags = [False] * len(tiles)
-        for size in {tile.height for tile in tiles}:
-            same = [i for i, tile in enumerate(tiles) if tile.height == size]
-            batch = TileBatch(tuple(tiles[i] for i in same))
-            triangle, results = torch.ones(size, size, dtype=torch.bool).tril(), []
-            for part in batch.split(max(1, PAIRS // (size * size))):
-                pairs = self.visible(group, part)
-                assert pairs is not None
-                results += (pairs == triangle).flatten(1).all(1).tolist()
-            for i, flag in zip(same, results, strict=True):
-                flags[i] = flag
-        return flags
-
 
 def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) -> list[HeadGroup]:
     """Make the head groups of a step with their tiles: one group, unless the mask differs between heads."""
@@ -183,7 +148,7 @@ def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) 
         for b in range(batch):
             ptr = _of_head(tables.row_ptr, b, head + step.first_head)
             slots = slot_rows(ptr, runs, step.q.edges[b], step.kv.edges[b])
-            tiles += tiles_of(slots, b, flash, step.decision(group))
+            tiles += tiles_of(slots, b, flash, partial(step.decides, group))
         groups.append(replace(group, batches=tuple(batches_of(tiles))))
     return groups
 

@@ -2,9 +2,8 @@
 
 Full blocks are joined to large rectangles: the keys that all slots of a range of Q slots see are one
 rectangle, if that saves more time than merging its results takes; then the same for each half of the range.
-Masked tiles on the diagonal of a large causal triangle become one tile with it, for which torch's kernel has
-a flag. The blocks of a few neighbouring Q slots, as under a window, become one masked tile (a band), if few
-of its pairs are hidden.
+The blocks of a few neighbouring Q slots, as under a window, become one masked tile (a band), if few of its
+pairs are hidden.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from torch import Tensor
 from tritoncp.masks.block_runs import Kind
 
 SHORT = 4  # KV slots: up to this many KV slots of a Q slot form one masked tile
-LEAST_TRIANGLE = 4  # Q slots: shorter diagonals remain masked tiles, if their slots have few keys
-LARGE_TRIANGLE = 1024  # rows: for smaller triangles torch's kernel computes as many pairs as for bands
 BAND_ROWS = 256  # rows of a band; with fewer, torch's kernel uses smaller products
-BAND_COLUMNS = 2048  # most columns of a band whose mask differs from that of other bands
+BAND_COLUMNS = 2048  # most columns of a band
 BAND_WASTE = 1.35  # largest ratio of a band's pairs to the pairs of listed blocks
 MAX_COLUMNS = 1024  # most columns of a tile whose products are to fit in the cache
 # (least rows of a tile, time of torch's flash kernel per pair relative to large tiles)
@@ -30,13 +27,14 @@ PAIR_TIMES = (768, 1.0), (192, 1.1), (0, 1.3)
 MERGE_TIME = 55  # time to merge the results of a row, in units of a pair in a large tile
 
 Range = tuple[int, int]
-Diagonal = Callable[[Sequence["PackedTile"]], list[bool]]
+Covers = Callable[[Sequence["SlotRow"], Range], bool]
+# (slots, keys) -> whether the rule that decides masked blocks decides all pairs of these
 
 
 class PackedTile(NamedTuple):
     """A rectangle of packed rows [row, row + height) and packed keys [col, col + width) of one batch row.
 
-    kind: "full", "causal" (key j <= row i, relative to the corner) or "masked"
+    kind: "full" or "masked"
     full: in a masked tile, the range of keys that all rows see
     """
 
@@ -131,28 +129,12 @@ def slot_rows(
     return listed
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The rule by which a step decides visible pairs of masked blocks.
-
-    diagonal: (square masked tiles) -> for each, whether it hides exactly the keys above its diagonal
-    covers:   (slots, keys) -> whether the rule holds for all their pairs, also outside of masked blocks
-    uniform:  whether the rule depends on the distance of key and row alone
-    """
-
-    diagonal: Diagonal
-    covers: Callable[[Sequence[SlotRow], Range], bool]
-    uniform: bool
-
-
-def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, decision: Decision) -> list[PackedTile]:
+def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, covers: Covers) -> list[PackedTile]:
     """Make the tiles of the slots of a batch row: large tiles for the flash kernel, else tiles whose scores
     fit in the cache."""
     tiles: list[PackedTile] = []
     if flash:
-        slots = _take_triangles(slots, batch, decision.diagonal, tiles, large=True)
-        slots = _take_bands(slots, batch, decision, tiles)
-        slots = _take_triangles(slots, batch, decision.diagonal, tiles)
+        slots = _take_bands(slots, batch, covers, tiles)
     rest = []
     for slot in slots:
         if (tile := _short_tile(slot, batch)) is not None:
@@ -211,7 +193,7 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
 
 
 def _take_bands(
-    slots: Sequence[SlotRow], batch: int, decision: Decision, tiles: list[PackedTile]
+    slots: Sequence[SlotRow], batch: int, covers: Covers, tiles: list[PackedTile]
 ) -> list[SlotRow]:
     """Append bands to ``tiles``; return the slots that are in no band."""
     rest, i = [], 0
@@ -220,7 +202,7 @@ def _take_bands(
         while end <= len(slots) and slots[end - 1].rows[1] - slots[i].rows[0] <= max(
             BAND_ROWS, slots[i].rows[1] - slots[i].rows[0]
         ):
-            tile = _band(slots[i:end], batch, decision)
+            tile = _band(slots[i:end], batch, covers)
             if tile is not None:
                 band = end, tile
             end += 1
@@ -233,7 +215,7 @@ def _take_bands(
     return rest
 
 
-def _band(slots: Sequence[SlotRow], batch: int, decision: Decision) -> PackedTile | None:
+def _band(slots: Sequence[SlotRow], batch: int, covers: Covers) -> PackedTile | None:
     """Return one masked tile for all keys of these slots; None if too many of its pairs are hidden, it is too
     wide, or nothing is masked."""
     adjacent = all(a.rows[1] == b.rows[0] for a, b in pairwise(slots))
@@ -245,55 +227,9 @@ def _band(slots: Sequence[SlotRow], batch: int, decision: Decision) -> PackedTil
         (slot.rows[1] - slot.rows[0]) * (last - first)
         for slot in slots for first, last in (*slot.full, *slot.masked)
     )  # fmt: skip
-    if (width > BAND_COLUMNS and not decision.uniform) or (rows[1] - rows[0]) * width > BAND_WASTE * listed:
+    if width > BAND_COLUMNS or (rows[1] - rows[0]) * width > BAND_WASTE * listed:
         return None
-    return _tile("masked", batch, rows, merged[0]) if decision.covers(slots, merged[0]) else None
-
-
-def _take_triangles(
-    slots: Sequence[SlotRow], batch: int, diagonal: Diagonal, tiles: list[PackedTile], large: bool = False
-) -> list[SlotRow]:
-    """Append causal triangles to ``tiles``; return the slots without the keys of these. large: only large
-    triangles whose slots have no other masked keys"""
-    squares = [
-        (i, keys) for i, slot in enumerate(slots) for keys in slot.masked
-        if keys[1] - keys[0] == slot.rows[1] - slot.rows[0]
-    ]  # fmt: skip
-    flags = diagonal([_tile("masked", batch, slots[i].rows, keys) for i, keys in squares])
-    corners = {i: keys for (i, keys), flag in zip(squares, flags, strict=True) if flag}
-    rest, i = list(slots), 0
-    while i < len(slots):
-        if i not in corners:
-            i += 1
-            continue
-        first, end = corners[i][0], i + 1
-        while end in corners and _continues(
-            slots[end - 1], slots[end], first, corners[end - 1], corners[end]
-        ):
-            end += 1
-        whole = [(first, corners[j][1]) for j in range(i, end)]
-        rows = slots[i].rows[0], slots[end - 1].rows[1]
-        if large:
-            is_triangle = rows[1] - rows[0] >= LARGE_TRIANGLE and all(
-                len(slots[j].masked) == 1 for j in range(i, end)
-            )
-        else:
-            is_triangle = end - i >= LEAST_TRIANGLE or _short_tile(slots[end - 1], batch) is None or all(
-                _merge([*slots[j].full, *slots[j].masked]) == [whole[j - i]] for j in range(i, end)
-            )  # fmt: skip
-        if is_triangle:
-            tiles.append(_tile("causal", batch, rows, (first, corners[end - 1][1])))
-            for j in range(i, end):
-                masked = [keys for keys in slots[j].masked if keys != corners[j]]
-                rest[j] = SlotRow(slots[j].rows, _without(slots[j].full, (first, corners[j][0])), masked)
-        i = end
-    return rest
-
-
-def _continues(before: SlotRow, slot: SlotRow, first: int, corner: Range, next_corner: Range) -> bool:
-    """Return whether a slot continues a causal triangle that starts at key ``first``."""
-    adjacent = before.rows[1] == slot.rows[0] and corner[1] == next_corner[0]
-    return adjacent and any(a <= first and next_corner[0] <= b for a, b in slot.full)
+    return _tile("masked", batch, rows, merged[0]) if covers(slots, merged[0]) else None
 
 
 def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[PackedTile]) -> None:
