@@ -100,11 +100,7 @@ class Step:
             assert group.lo is not None and group.hi is not None
             index, keys = row_index(batch.rows, batch.height)[:, None, :, None], keys[:, None, None, :]
             pairs = (keys >= group.lo[index]) & (keys < group.hi[index])
-        full = torch.tensor([tile.full for tile in batch.tiles])
-        if not bool(full.any()):
-            return pairs
-        column = torch.arange(batch.width) + torch.tensor(batch.cols)[:, None]
-        return pairs | ((column >= full[:, :1]) & (column < full[:, 1:]))[:, None, None]
+        return pairs
 
     def decides(self, group: HeadGroup, slots: Sequence[SlotRow], keys: Range) -> bool:
         """Return whether window or intervals decide all pairs of these slots and keys. (Intervals derived

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import Kind
 
-SHORT = 4  # KV slots: up to this many KV slots of a Q slot form one masked tile
+SHORT = 4  # most KV slots of a masked tile
 BAND_ROWS = 256  # rows of a band; with fewer, torch's kernel uses smaller products
 BAND_COLUMNS = 2048  # most columns of a band
 BAND_WASTE = 1.35  # largest ratio of a band's pairs to the pairs of listed blocks
@@ -35,7 +35,6 @@ class PackedTile(NamedTuple):
     """A rectangle of packed rows [row, row + height) and packed keys [col, col + width) of one batch row.
 
     kind: "full" or "masked"
-    full: in a masked tile, the range of keys that all rows see
     """
 
     kind: str
@@ -44,7 +43,6 @@ class PackedTile(NamedTuple):
     height: int
     col: int
     width: int
-    full: Range = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,8 @@ class TileBatch:
 
 
 class SlotRow(NamedTuple):
-    """A Q slot's packed rows, and its ranges of packed keys: full ones, and masked ones split at the ends of
-    KV slots."""
+    """A Q slot's packed rows, and its ranges of packed keys: full ones, and masked ones of up to SHORT KV
+    slots."""
 
     rows: Range
     full: list[Range]
@@ -121,8 +119,8 @@ def slot_rows(
         full, masked = [], []
         for first, last, kind in runs[begin:end]:
             if kind == Kind.MASKED:
-                cuts = [(kv_edges[i], kv_edges[i + 1]) for i in range(first, last)]
-                masked += [cut for cut in cuts if cut[0] < cut[1]]
+                ends = [(kv_edges[i], kv_edges[min(i + SHORT, last)]) for i in range(first, last, SHORT)]
+                masked += [keys for keys in ends if keys[0] < keys[1]]
             elif kv_edges[first] < kv_edges[last]:
                 full.append((kv_edges[first], kv_edges[last]))
         listed.append(SlotRow(rows, _merge(full), sorted(masked)))
@@ -135,17 +133,12 @@ def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, covers: Covers) 
     tiles: list[PackedTile] = []
     if flash:
         slots = _take_bands(slots, batch, covers, tiles)
-    rest = []
     for slot in slots:
-        if (tile := _short_tile(slot, batch)) is not None:
-            tiles.append(tile)
-            continue
-        tiles += [_tile("masked", batch, slot.rows, keys) for keys in _joined(slot.masked)]
-        rest.append(SlotRow(slot.rows, slot.full, []))
+        tiles += [_tile("masked", batch, slot.rows, keys) for keys in slot.masked]
     if flash:
-        _stack(rest, batch, tiles)
+        _stack(slots, batch, tiles)
     else:
-        for slot in rest:
+        for slot in slots:
             for first, last in slot.full:
                 for start in range(first, last, MAX_COLUMNS):
                     tiles.append(_tile("full", batch, slot.rows, (start, min(last, start + MAX_COLUMNS))))
@@ -165,31 +158,8 @@ def batches_of(tiles: Sequence[PackedTile]) -> list[TileBatch]:
     return [TileBatch(tuple(group)) for group in groups.values()]
 
 
-def _tile(kind: str, batch: int, rows: Range, keys: Range, full: Range = (0, 0)) -> PackedTile:
-    return PackedTile(kind, batch, rows[0], rows[1] - rows[0], keys[0], keys[1] - keys[0], full)
-
-
-def _short_tile(slot: SlotRow, batch: int) -> PackedTile | None:
-    """Return one masked tile for all keys of a slot, if they are few and contiguous with one full range, else
-    None."""
-    merged = _merge([*slot.full, *slot.masked])
-    if not slot.masked or len(merged) != 1 or len(slot.full) > 1:
-        return None
-    widest = max(last - first for first, last in slot.masked)
-    if merged[0][1] - merged[0][0] > SHORT * max(widest, slot.rows[1] - slot.rows[0]):
-        return None
-    return _tile("masked", batch, slot.rows, merged[0], slot.full[0] if slot.full else (0, 0))
-
-
-def _joined(ranges: Sequence[Range]) -> list[Range]:
-    """Join adjacent ranges, up to SHORT at a time."""
-    joined: list[tuple[int, int, int]] = []
-    for first, last in ranges:
-        if joined and joined[-1][1] == first and joined[-1][2] < SHORT:
-            joined[-1] = joined[-1][0], last, joined[-1][2] + 1
-        else:
-            joined.append((first, last, 1))
-    return [(first, last) for first, last, _ in joined]
+def _tile(kind: str, batch: int, rows: Range, keys: Range) -> PackedTile:
+    return PackedTile(kind, batch, rows[0], rows[1] - rows[0], keys[0], keys[1] - keys[0])
 
 
 def _take_bands(
