@@ -174,7 +174,7 @@ def draw_operand(dtype: torch.dtype, g: torch.Generator) -> tuple[ValueRange, Te
     ends = points[[0, -1]].double() if dtype in INTS else points[[0, -1]].to(dtype)
     if dtype is torch.float32:
         return ValueRange(*(ends / 4), dtype), points / 4
-    return ValueRange(*ends, dtype, int(points.abs().max()) if dtype in INTS else 0), points.to(dtype)
+    return ValueRange(*ends, dtype), points.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", RULES, ids=str)
@@ -199,7 +199,6 @@ def test_rules_give_the_least_and_the_greatest_result(dtype: torch.dtype) -> Non
             if name == "remainder" and (len(values[1]) > 1 or len((values[0] // values[1]).unique()) > 1):
                 least, greatest = 0, values[1].max() - 1  # of several periods
             assert (lo, hi) == (least, greatest), (name, ranges)
-            assert result not in INTS or bounds.magnitude >= max(-lo, hi), (name, ranges)
     assert RULES[dtype].keys() - known == UNBOUNDED[dtype]
 
 
@@ -213,7 +212,6 @@ def test_casts_give_the_least_and_the_greatest_result(source: torch.dtype) -> No
             assert bool(bounds.lo.isnan() & bounds.hi.isnan()), (range_, target)  # it wraps
         elif not bool(bounds.lo.double().isnan()) or target not in INTS:
             assert (bounds.lo, bounds.hi) == (numbers.min(), numbers.max()), (range_, target)
-            assert target not in INTS or bounds.magnitude >= numbers.abs().max()
         else:
             assert numbers.abs().max() > torch.iinfo(target).max, (range_, target)
 

@@ -104,9 +104,7 @@ class CpuEngine:
         """Prepare to clear dq, to which :meth:`dkdv` then adds."""
         return lambda: None if add else _clear(dq)
 
-    def dkdv(
-        self, inputs: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False
-    ) -> Launch:
+    def dkdv(self, inputs: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False) -> Launch:
         """Prepare a backward step: compute dk and dv, and add to dq and to the buffers of captures'
         gradients."""
         q, k, v, dout, lse, delta, tables = inputs

@@ -13,9 +13,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out [n, H, height, D], lse [n, H, height]) of tiles; q, k and v have equal D.
 
     bias: [n, 1 or H, height, width], added to the scores

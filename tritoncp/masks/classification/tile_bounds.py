@@ -18,7 +18,6 @@ from tritoncp.core.tracing import SHAPE_ONLY, Mod, graph_of, is_read
 from tritoncp.masks.classification.interval_arithmetic import (
     BOOL_RULES,
     COPIES,
-    MAX_EXACT,
     OPERAND_RULES,
     RESULT_RULES,
     Rule,
@@ -107,7 +106,7 @@ class Bounds:
         """
         values: dict[fx.Node, Value] = dict(self._constants)
         for node, lo, hi in zip(self._indices, (b, h, q0, k0), (b, h, q1 - 1, k1 - 1), strict=True):
-            values[node] = ValueRange(lo.double(), hi.double(), torch.int64, int(hi.max()) if len(hi) else 0)
+            values[node] = ValueRange(lo.double(), hi.double(), torch.int64)
         for node, step in self._steps:
             values[node] = self._value(node, step, values)
         visible = self._range(self._output, values, torch.bool) or unknown_range(torch.bool)
@@ -150,7 +149,7 @@ class Bounds:
         value = values[arg] if isinstance(arg, fx.Node) else _number_tensor(arg)
         if isinstance(value, Tensor) and not value.ndim:
             bound = value.double() if is_integer(value.dtype) else value
-            value = ValueRange(bound, bound, value.dtype, abs(int(value)) if is_integer(value.dtype) else 0)
+            value = ValueRange(bound, bound, value.dtype)
         return cast_range(value, dtype) if isinstance(value, ValueRange) else None
 
     def _index(self, arg: Any, values: dict[fx.Node, Value]) -> ValueRange | None:
@@ -200,8 +199,6 @@ class _Pyramid:
         self.lo, self.hi = torch.cat(los), torch.cat(his)
         self.first = torch.tensor([0, *map(len, los[:-1])]).cumsum(0)  # [levels]
         self.strides = torch.tensor(strides).view(len(strides), table.ndim)
-        ends = (int(los[-1].min()), int(his[-1].max())) if is_integer(self.dtype) else (0,)
-        self.magnitude = max(map(abs, ends))
 
     def __call__(self, indices: Sequence[ValueRange]) -> ValueRange:
         """Bound table[i, j, ...] for indices anywhere in their ranges; unknown if one may be out of range."""
@@ -228,7 +225,7 @@ class _Pyramid:
             lo, hi = lo.double(), hi.double()
         unknown = unknown_range(self.dtype)
         lo, hi = torch.where(valid, lo, unknown.lo), torch.where(valid, hi, unknown.hi)
-        return ValueRange(lo, hi, self.dtype, self.magnitude) if self.magnitude < MAX_EXACT else unknown
+        return limit_range(ValueRange(lo, hi, self.dtype), self.dtype)
 
 
 def _wrap_index(index: ValueRange, size: int) -> tuple[Tensor, Tensor, Tensor]:
