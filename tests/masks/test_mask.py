@@ -23,7 +23,6 @@ from tritoncp.masks import (
     Kind,
     Mask,
     and_masks,
-    block_lists,
     causal,
     create_block_mask,
     document,
@@ -108,7 +107,6 @@ def assert_interval_exact(mask: Mask, masked: Tensor, visible: Tensor) -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     for limit in ("PAIRS", "_TILES", "_BLOCKS", "_UNMERGED_RUNS"):
         monkeypatch.setattr(classify, limit, chunk)
-    monkeypatch.setattr(block_lists, "MAX_ENTRIES", chunk)
     for seed in range(5):
         mod = make_mask_mod(seed, 14, 17)
         mask = create_block_mask(mod, 2, 3, 14, 17, BLOCK_SIZE=(6, 5))

@@ -10,8 +10,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.masks.block_runs import ABSENT, Kind
 
-MAX_ENTRIES = 1 << 22  # entries of index lists read at a time: 32 MiB of int64 positions
-
 
 def bound_ragged_blocks(kinds: Tensor, q_cut: int, kv_cut: int) -> Tensor:
     """Change full blocks that the end of the sequence cuts to BOUNDED, in place.
@@ -58,7 +56,12 @@ def kinds_from_lists(bm: BlockMask, rows: int, cols: int) -> Tensor:
     batch = (1,) * (3 - parts[0].ndim) + tuple(parts[0].shape[:-1])
     marks = torch.zeros(batch[0] * batch[1] * rows, cols, dtype=torch.uint8)
     for mark, num, indices in zip((1, 16)[: len(parts) // 2], parts[::2], parts[1::2], strict=True):
-        _add_marks(marks, mark, num.reshape(-1), indices.reshape(num.numel(), indices.shape[-1]))
+        columns = indices.reshape(len(marks), indices.shape[-1]).long()
+        listed = torch.arange(columns.shape[1]) < num.reshape(-1, 1)
+        outside = columns[listed & ((columns < 0) | (columns >= cols))]
+        if len(outside):
+            raise ValueError(f"the BlockMask lists kv block {int(outside[0])}, but kv_len has {cols} blocks")
+        marks.scatter_add_(1, columns.masked_fill(~listed, 0), listed.to(torch.uint8) * mark)
     twice = (marks != 0) & (marks != 1) & (marks != 16)
     if bool(twice.any()):
         row, col = (int(i) for i in twice.nonzero()[0])
@@ -67,19 +70,3 @@ def kinds_from_lists(bm: BlockMask, rows: int, cols: int) -> Tensor:
     kinds[marks == 1] = int(Kind.MASKED)
     kinds[marks == 16] = int(Kind.FULL)
     return kinds.view(*batch, rows, cols)
-
-
-def _add_marks(marks: Tensor, mark: int, num: Tensor, indices: Tensor) -> None:
-    """Add ``mark`` to marks [R, C] at each row's first num[r] indices, MAX_ENTRIES at a time."""
-    entry = torch.arange(indices.shape[1])
-    step = max(1, MAX_ENTRIES // max(1, indices.shape[1]))
-    for i in range(0, len(num), step):
-        row, column = (entry < num[i : i + step, None]).nonzero(as_tuple=True)
-        col = indices[i : i + step][row, column].long()
-        if len(col) and not (int(col.min()) >= 0 and int(col.max()) < marks.shape[1]):
-            raise ValueError(
-                f"the BlockMask lists kv blocks {int(col.min())} to {int(col.max())}, but kv_len has only "
-                f"{marks.shape[1]} blocks"
-            )
-        flat = (row + i) * marks.shape[1] + col
-        marks.view(-1).scatter_add_(0, flat, torch.full_like(flat, mark, dtype=torch.uint8))
