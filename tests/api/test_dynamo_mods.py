@@ -122,6 +122,7 @@ MODS = {
     "class": lambda: around(Config)["attribute"],
     "stateless module": lambda: around(torch.nn.Tanh())["call"],
     "module of numbers": lambda: around(torch.nn.LeakyReLU(0.3))["call"],
+    "module of modules": lambda: around(torch.nn.Sequential(torch.nn.LeakyReLU(0.3)))["call"],
     "autograd function": lambda: around(Scaled)["apply"],
     "apply of an autograd function": lambda: around(Scaled.apply)["call"],
     "method of a torch module": lambda: around(torch.nn.LeakyReLU(0.3).forward)["call"],

@@ -7,7 +7,6 @@ Three ranks train, and the program of each skips a batch whose call raised, as t
 from __future__ import annotations
 
 import itertools
-import pickle
 import re
 import time
 from collections.abc import Callable
@@ -216,22 +215,6 @@ def test_one_of_two_failures_in_a_row_is_not_alike() -> None:
         assert results[0] is True and all(isinstance(x, str) for x in results[1:]), results
 
 
-def test_ranks_that_make_different_calls_learn_it_before_the_timeout() -> None:
-    """A raw mask whose shard is shorter on one rank: no rank's call raises by itself."""
-
-    def work(group: Any) -> Any:
-        few = fresh_group()
-        x, mask = torch.ones(1, 1, S // 3, 8), mask_of()
-        for rows in (S // 3, S // 3 - (group.rank() == 1)):
-            start = time.monotonic()
-            said = attempt(lambda n=rows: tritoncp.flex_attention(*[x[:, :, :n]] * 3, mask, few))
-        return said, time.monotonic() - start
-
-    for said, seconds in run(3, work):
-        assert "ranks made different calls: rank" in said and "makes the plan of a raw mask" in said
-        assert seconds < 10
-
-
 # -- several groups ----------------------------------------------------------------------------------------
 
 
@@ -265,22 +248,7 @@ def test_ulysses_and_ring_on_a_mesh_of_two_dimensions() -> None:
         assert later.startswith("GroupClosed") and "call 3 of rank 3 failed: MemoryError" in later
 
 
-# -- plans of loaders, compiled calls, TRITONCP_CHECK ------------------------------------------------------
-
-
-def test_plans_of_data_loaders() -> None:
-    def work(group: Any) -> list[Any]:
-        few, results = fresh_group(), []
-        for step in range(3):
-            plan = tritoncp.make_plan(mask_of(), world_size=3, rank=group.rank(), schedule="fetch")
-            plan = pickle.loads(pickle.dumps(plan))
-            fault = shorten if (group.rank(), step) == (1, 1) else None
-            results.append(attempt(lambda i=step, p=plan, f=fault: train(few, p, i, f)))
-        return results
-
-    for rank, (first, bad, later) in enumerate(run(3, work)):
-        assert first is True and "query has 7 rows" in bad and later.startswith("GroupClosed")
-        assert bad.startswith("ValueError" if rank == 1 else "PeerLost")
+# -- compiled calls, TRITONCP_CHECK ---------------- ------------------------------------------------------
 
 
 def shorten_key(arguments: dict[str, Any]) -> None:

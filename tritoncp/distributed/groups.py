@@ -43,10 +43,6 @@ def control_communicator(group: dist.ProcessGroup, purpose: str = "a first call"
     Integers sent over the group itself could meet another rank's keys and values in one collective and come
     back as garbage, without an error.
     """
-    if not dist.is_gloo_available():
-        raise RuntimeError(
-            "torch was built without gloo, by which ranks compare calls: install a build with it"
-        )
     record = failures.record_of(group)
     if record.control is None:
         store = dist.PrefixStore(CONTROL_NAME, group.get_group_store())

@@ -6,6 +6,7 @@ For a full mask they give torch's own counts.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def register_formulas() -> None:
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
         return
-    formulas = {torch.ops.tritoncp.forward: _forward_flops, torch.ops.tritoncp.backward: _backward_flops}
+    ops = torch.ops.tritoncp
+    formulas = {ops.forward: partial(_flops, forward=True), ops.backward: partial(_flops, forward=False)}
     for op, formula in formulas.items():
         if op not in counter.flop_registry:
             counter.register_flop_formula(op, get_raw=True)(formula)
@@ -61,19 +63,10 @@ def register_formulas() -> None:
                 mode.counter.flop_registry.setdefault(op, counter.flop_registry[op])
 
 
-def _forward_flops(*args: Any, out_val: Any = None) -> int:
-    q, k, v, *_, plan, spec = args
-    return _flops(q, k, v, plan, spec, forward=True)
-
-
-def _backward_flops(*args: Any, out_val: Any = None) -> int:
-    _, _, q, k, v, *_, plan, spec = args
-    return _flops(q, k, v, plan, spec, forward=False)
-
-
-def _flops(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, spec: str, forward: bool) -> int:
-    """Return the FLOPs of this rank, without the function that expands latents. For a fake handle, without a
-    plan, all pairs of its shards count."""
+def _flops(*args: Any, forward: bool, out_val: Any = None) -> int:
+    """Return the FLOPs of this rank's op, without the function that expands latents. For a fake handle,
+    without a plan, all pairs of its shards count."""
+    q, k, v, *_, handle, spec = args if forward else args[2:]
     # Calls on meta tensors with a mask on meta have such a handle.
     named: Tensor | None = handle.constant if isinstance(handle, FakeTensor) else handle
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]

@@ -85,7 +85,8 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         return
     if not consistency.can_compare(group):
         return
-    purpose = purpose_of(q, k, v)
+    shapes = f"query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)}"
+    purpose = f"{CALL} of {shapes} in {dtype_name(q)}"
 
     def facts() -> tuple[None, Facts, Sequence[int]]:
         return None, {"call": fact(purpose, CALL.encode()), **_facts(call, q, k, v)}, ()
@@ -94,13 +95,6 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     scales.add(scale)
     table.plans[plan.identity] = True
     groups.connect_data(group, q.device)  # not yet made if the plan is of another process
-
-
-def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Format an attention call's shapes, for error messages."""
-    return (
-        f"{CALL} of query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)} in {dtype_name(q)}"
-    )
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:

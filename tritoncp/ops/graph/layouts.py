@@ -117,7 +117,7 @@ def layout_of(thing: Any, is_called: bool = True) -> Layout:
     except Uncapturable as error:
         return ("refuse", f"{_name(thing)}: {error}. {REMEDY}")
     except RecursionError:
-        return ("refuse", f"{_name(thing)} is nested too deep. {REMEDY}")
+        return ("refuse", f"{_name(thing)} is nested too deep, or refers to itself. {REMEDY}")
 
 
 REMEDY = (
@@ -193,7 +193,6 @@ class _Reads:
     def __init__(self) -> None:
         self.captured: set[int] = set()  # ids of tensors that become inputs of the graph
         self._functions: set[tuple[int, int]] = set()
-        self._open: set[int] = set()  # ids of the objects whose layout is being made
         self._count = 0
 
     def function(self, fn: types.FunctionType, owner: _Node | None) -> Layout:
@@ -282,9 +281,6 @@ class _Reads:
         if type(thing) is dict and node.whole:
             self._note(thing)
             return VALUE
-        if id(thing) in self._open:
-            raise Uncapturable(f"a {type(thing).__qualname__} refers to itself")
-        self._open.add(id(thing))
         if node.whole:
             _add_all_parts(node)
         kinds = _parts_of_class(thing, tuple(node.parts))
@@ -294,7 +290,6 @@ class _Reads:
             if self._count > MAX_PARTS:
                 raise Uncapturable(f"it reads more than {MAX_PARTS} attributes")
             parts.append((kind, name, _unset() if kind == "absent" else self.layout(part)))
-        self._open.discard(id(thing))
         number = register_constant((type(thing), kinds), (type(thing), kinds))
         return "parts", "object", number, tuple(parts)
 
@@ -320,11 +315,11 @@ _MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 def _add_all_parts(node: _Node) -> None:
-    """Add all attributes of an object to its parts."""
+    """Add all attributes of an object to its parts, as wholes."""
     thing, kind = node.thing, type(node.thing)
     if kind is OrderedDict:
         for key, value in thing.items():
-            node.part("item", key, value)
+            node.part("item", key, value).whole = True
         return
     fields = _fields_of(thing)
     if isinstance(thing, torch.nn.Module):
@@ -332,7 +327,7 @@ def _add_all_parts(node: _Node) -> None:
         tables = {name: value for table in MODULE_TABLES for name, value in fields[table].items()}
         fields = {name: value for name, value in fields.items() if name not in _MODULE_FIELDS} | tables
     for name in fields:
-        node.part("attribute", name, getattr(thing, name))
+        node.part("attribute", name, getattr(thing, name)).whole = True
 
 
 def _fields_of(obj: Any) -> dict[str, Any]:

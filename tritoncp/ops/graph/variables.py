@@ -51,8 +51,6 @@ def _layout_of_variable(context: Any, parts: list[Any]) -> Layout:
         return layout_of(_object_of(variable), context.get_local("is_called").as_python_constant())
     except Uncapturable as error:
         return ("refuse", f"this mask_mod or score_mod was {AROUND}: {error}")
-    except RecursionError:
-        return ("refuse", f"this mask_mod or score_mod was {AROUND}: it is nested too deep")
 
 
 def _register_inner(variable: Any, parts: list[Any]) -> int:
