@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -52,10 +52,7 @@ def build_all(
         resolve_balancer(balancer)
     if balancer == "auto" and world_size > 1:
         return _cheapest(masks, world_size, rank, schedule, degree, layer)
-    if balancer is None or world_size == 1:
-        placed = _place_natural(masks[0], world_size, lengths, kv_lengths)
-    else:
-        placed = _place(masks, world_size, balancer)
+    placed = _place(masks, world_size, balancer, lengths, kv_lengths)
     plans = _make_plans(masks, placed, rank, schedule, degree)
     if schedule != "auto":
         return [replace(plan, reason="requested") for plan in plans]
@@ -70,20 +67,12 @@ def build_all(
     return chosen
 
 
-class Placements(NamedTuple):
-    """The placements of queries and keys, and the name of the balancer that made them."""
-
-    name: str
-    q: Placement
-    kv: Placement
-
-
 def _make_plans(
-    masks: Sequence[Mask], placed: Placements, rank: int, schedule: str, degree: int
+    masks: Sequence[Mask], placed: tuple[str, Placement, Placement], rank: int, schedule: str, degree: int
 ) -> list[Plan]:
     """Make the plans of masks on one placement, under "allgather" where the schedule is "auto"."""
-    schedule = "allgather" if schedule == "auto" else schedule
-    return [Plan(mask, placed.q, placed.kv, rank, placed.name, schedule, degree=degree) for mask in masks]
+    (name, q, kv), schedule = placed, "allgather" if schedule == "auto" else schedule
+    return [Plan(mask, q, kv, rank, name, schedule, degree=degree) for mask in masks]
 
 
 def _estimate(
@@ -105,8 +94,7 @@ def _cheapest(
     skipped = [name for name, most in SLOW_BALANCERS.items() if blocks * world_size > most]
     candidates = []
     for name in (*(name for name in balancers if name not in skipped), None):  # None: natural order
-        placed = _place(masks, world_size, name) if name else _place_natural(masks[0], world_size)
-        plans = _make_plans(masks, placed, rank, schedule, degree)
+        plans = _make_plans(masks, _place(masks, world_size, name), rank, schedule, degree)
         best = [
             next(one for one in costs if schedule.partition("+")[0] in ("auto", one.schedule))
             for costs in _estimate(plans, hardware, layer)
@@ -163,38 +151,33 @@ def _check_same_blocks(masks: Sequence[Mask]) -> None:
         )
 
 
-def _place_natural(
-    mask: Mask,
+def _place(
+    masks: Sequence[Mask],
     world_size: int,
+    balancer: str | Balancer | None,
     lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
-) -> Placements:
-    """Place queries and keys in natural order, in pieces of these lengths (None: of even lengths)."""
-    if kv_lengths is None and mask.kv_len == mask.q_len:
-        kv_lengths = lengths
-    q = natural(lengths or pieces(mask.q_len, world_size), mask.q_block)
-    kv = natural(kv_lengths or pieces(mask.kv_len, world_size), mask.kv_block)
-    return _without_padding(mask, Placements("natural", q, kv))
+) -> tuple[str, Placement, Placement]:
+    """Place queries and keys by a balancer, by the work of all masks; for None or on one rank in natural
+    order, in pieces of these lengths (None: of even lengths). Also return the balancer's name.
 
-
-def _without_padding(mask: Mask, placed: Placements) -> Placements:
-    """Remove positions that are padding in the mask from the slots; balancers' shards close up over them."""
-    if mask.tokens is None:
-        return placed
-    sides, close_up = (placed.q, placed.kv), placed.name != "natural"
-    q, kv = (without_padding(side, tokens, close_up) for side, tokens in zip(sides, mask.tokens))
-    return Placements(placed.name, q, kv)
-
-
-def _place(masks: Sequence[Mask], world_size: int, balancer: str | Balancer) -> Placements:
-    """Place queries and keys by a balancer, by the work of all masks."""
-    name, function = resolve_balancer(balancer)
+    Positions that are padding in the masks get no slot; shards of balancers close up over them.
+    """
     mask = masks[0]
-    owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size)]
-    q = kv = by_blocks(mask.q_len, mask.q_block, owners)
-    if mask.kv_len != mask.q_len:
-        owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size, side="kv")]
-        kv = by_blocks(mask.kv_len, mask.kv_block, owners)
-    elif mask.kv_block != mask.q_block:  # same tokens, other blocks: cut the same placement at KV blocks
-        kv = recut(q, mask.kv_block)
-    return _without_padding(mask, Placements(name, q, kv))
+    if balancer is None or world_size == 1:
+        if mask.kv_len == mask.q_len:
+            kv_lengths = kv_lengths or lengths
+        name, q = "natural", natural(lengths or pieces(mask.q_len, world_size), mask.q_block)
+        kv = natural(kv_lengths or pieces(mask.kv_len, world_size), mask.kv_block)
+    else:
+        name, function = resolve_balancer(balancer)
+        owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size)]
+        q = kv = by_blocks(mask.q_len, mask.q_block, owners)
+        if mask.kv_len != mask.q_len:
+            owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size, side="kv")]
+            kv = by_blocks(mask.kv_len, mask.kv_block, owners)
+        elif mask.kv_block != mask.q_block:  # same tokens, other blocks: cut the same placement at KV blocks
+            kv = recut(q, mask.kv_block)
+    if mask.tokens is not None:
+        q, kv = (without_padding(*side, name != "natural") for side in zip((q, kv), mask.tokens))
+    return name, q, kv

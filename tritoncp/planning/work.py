@@ -132,16 +132,20 @@ def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Runs:
     return Runs.from_table(merge_runs(row, start * column // block, end, n_cols), runs.shape[2], n_cols)
 
 
-def document_starts(work: Work) -> list[int]:
+def document_starts(work: Work, shared: Tensor | None = None) -> list[int]:
     """Return the first block of each document. At a boundary between blocks, no block sees keys of earlier
     blocks; if a document ends inside a block, the next block is a start, although it sees that block. For
-    several masks, return the boundaries that all have."""
+    several masks, return the boundaries that all have.
+
+    shared: bool [blocks], blocks whose keys are not counted
+    """
     n = len(work.costs)
     crossings = torch.zeros(
         n + 2, dtype=torch.int64
     )  # [i]: number of blocks whose keys are visible across cut i
     for visible in work.visible if work.together else ():
-        column, first, last = transpose(visible).table().unbind(1)
+        table = transpose(visible).table()
+        column, first, last = (table if shared is None else table[~shared[table[:, 0]]]).unbind(1)
         low = torch.full((n,), n).scatter_reduce_(0, column, first, "amin")
         high = torch.zeros(n, dtype=torch.int64).scatter_reduce_(0, column, last, "amax")
         blocks = torch.arange(n)

@@ -89,12 +89,6 @@ def test_a_pixel_has_the_owners_colour_and_the_share_of_its_blocks(balancer: str
     torch.testing.assert_close(pixels[..., :3], colour)
 
 
-def test_a_thin_window_over_a_long_sequence_is_still_seen() -> None:
-    mask = create_block_mask(sliding_window(10), 1, 1, 1 << 18, 1 << 18)
-    opacity = drawing.mask_pixels(build(mask, 8, balancer="contiguous"), 256)[..., 3]
-    assert bool((opacity.diagonal() > 0).all()) and float(opacity[0, -1]) == 0
-
-
 @pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
 @pytest.mark.parametrize("world_size", [3, 64])
 def test_owners_are_shown_in_text(balancer: str, world_size: int) -> None:

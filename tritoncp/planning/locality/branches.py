@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning.locality.pieces import even_counts
-from tritoncp.planning.work import Work
+from tritoncp.planning.work import Work, document_starts
 
 
 def whole_branches(work: Work) -> Tensor | None:
@@ -27,23 +27,13 @@ def whole_branches(work: Work) -> Tensor | None:
     shared = (readers.view(-1, n) > n / 2).any(0)
     if not bool(shared.any()) or bool(shared.all()):
         return None
-    branch = _number_branches(work, shared)
+    is_start = torch.zeros(n, dtype=torch.int64)
+    is_start[document_starts(work, shared)] = 1
+    branch = (is_start.masked_fill(shared, 0).cumsum(0) - 1).clamp(min=0)
     length = branch[~shared].bincount()
     if len(length) == 1 and int(shared.sum()) > n / 3:
         return None
     return even_counts(torch.where(shared, -1, _longest_first(length, work.world_size)[branch]), work)
-
-
-def _number_branches(work: Work, shared: Tensor) -> Tensor:
-    """Number the branches, which see no keys of each other: branch of each block, int64 [blocks]."""
-    n, (column, first, last) = work.columns, work.readers.unbind(1)
-    column = column % n
-    own = ~shared[column]
-    low, high = torch.minimum(first, column)[own], torch.maximum(last, column + 1)[own]
-    steps = torch.zeros(n + 1, dtype=torch.int64)  # cuts low + 1 .. high - 1 lie inside a branch
-    steps.index_add_(0, low + 1, torch.ones_like(low)).index_add_(0, high, -torch.ones_like(high))
-    starts = (steps.cumsum(0)[:n] <= 0) & ~shared
-    return (starts.cumsum(0) - 1).clamp(min=0)
 
 
 def _longest_first(length: Tensor, ranks: int) -> Tensor:
