@@ -99,8 +99,9 @@ class ExpandingNoEngine(NoEngine):
         return lambda: None
 
 
-def drive(schedule: Any, world_size: int) -> Any:
-    """Run one rank's schedule; messages from other ranks arrive as uninitialised memory."""
+def drive(schedule: Any, world_size: int, watch: Callable[[Any], Any] = id) -> Any:
+    """Run one rank's schedule; messages from other ranks arrive as uninitialised memory. watch: called with
+    each collective"""
     answer: Any = None
     while True:
         try:
@@ -110,6 +111,7 @@ def drive(schedule: Any, world_size: int) -> Any:
         if isinstance(request, Ticket):
             answer = request.take_result()
         else:
+            watch(request)
             answer = Ticket(receive(request, world_size), None, request)
 
 
@@ -141,9 +143,9 @@ def own_memory(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.to(dtype, copy=grad.untyped_storage().nbytes() > grad.nbytes)
 
 
-def measure(plan: Plan, shape: Shape) -> tuple[int, int]:
+def measure(plan: Plan, shape: Shape) -> tuple[list[int], list[int]]:
     """Return the bytes that the plan's rank allocates at most in a forward and in a backward pass, less those
-    of the results: out and lse, and dq, dk and dv."""
+    of the results: out and lse, and dq, dk and dv; and the bytes that it sends in each."""
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.itemsize]
     kv_heads, d, e = shape.kv_heads, shape.head_dim, shape.v_head_dim
     engine = NoEngine()
@@ -158,16 +160,21 @@ def measure(plan: Plan, shape: Shape) -> tuple[int, int]:
             (shape.heads, plan.s_local, shape.v_head_dim),
         )
     )
-    schedule, extra = schedule_of(plan), []
+    schedule, extra, sent = schedule_of(plan), [], [0, 0]
+
+    def run(turn: int, generator: Any) -> Any:
+        def watch(request: Any) -> None:
+            sent[turn] += sent_bytes(request, plan.world_size, plan.rank)
+
+        return drive(generator, plan.world_size, watch)
+
     with LiveBytes() as meter:
         meter.ignore([q, k, v, dout])
-        out, lse, _ = drive(schedule.forward(plan, engine, q, k, v, False), plan.world_size)
+        out, lse, _ = run(0, schedule.forward(plan, engine, q, k, v, False))
         extra.append(meter.peak - sum(x.untyped_storage().nbytes() for x in (out, lse)))
     with LiveBytes() as meter:
         meter.ignore([q, k, v, dout, out, lse])
-        parts = drive(
-            schedule.backward(plan, engine, q, k, v, dout, lse, torch.empty_like(lse)), plan.world_size
-        )
+        parts = run(1, schedule.backward(plan, engine, q, k, v, dout, lse, torch.empty_like(lse)))
         grads = [own_memory(part, dtype) for part in parts]
         extra.append(meter.peak - sum(x.nbytes for x in grads))
-    return extra[0], extra[1]
+    return extra, sent

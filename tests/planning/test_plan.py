@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
-from tests.planning.memory_meter import sent_bytes
-from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import SCHEDULES
 from tritoncp.masks import (
     ABSENT,
@@ -29,7 +27,6 @@ from tritoncp.masks import (
     sliding_window,
 )
 from tritoncp.masks.transposed_runs import transpose
-from tritoncp.ops import engine_factory
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import row_positions
 from tritoncp.planning.plan import Plan
@@ -250,49 +247,3 @@ def test_plans_are_copied_and_pickled(clone: Callable[[Plan], Plan]) -> None:
     assert str(other) == str(plan) and other.rank == 1 and other is not plan and other.q.order_is_read
     for a, b in zip(world.flex_attention(shards, shards, shards, other), want):
         assert torch.equal(a, b)
-
-
-# -- bytes --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_bytes_sent_are_the_bytes_that_move(
-    rows: int, schedule: str, world_size: int, heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mod = causal() if rows == 1 else and_masks(causal(), document(lengths=[[9, 11], [18, 2]]))
-    mask = create_block_mask(mod, rows, 1, 20, 20, BLOCK_SIZE=8)
-    world = tritoncp.simulate(world_size)
-    plan = world.make_plan(mask, schedule=schedule)
-    counted = {"forward": 0, "backward": 0}
-
-    def watch(name: str, schedule: Callable) -> Callable:
-        def watched(plan: Plan, *args: object) -> collectives.Schedule:
-            inner, answer = schedule(plan, *args), None
-            while True:
-                try:
-                    request = inner.send(answer)
-                except StopIteration as stop:
-                    return stop.value
-                if not isinstance(request, collectives.Ticket):
-                    counted[name] += sent_bytes(request, world_size, plan.rank)
-                answer = yield request
-
-        return watched
-
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)  # what moves is the schedule's
-    for name in counted:
-        monkeypatch.setattr(SCHEDULES[schedule], name, watch(name, getattr(SCHEDULES[schedule], name)))
-    q, k, v = (torch.randn(2, heads * n, 20, d, dtype=dtype) for n, d in ((2, 16), (1, 16), (1, 24)))
-    shards = [[s.requires_grad_() for s in world.shard(x, plan, dim=2)] for x in (q, k, v)]
-    outs = world.flex_attention(*shards, plan, enable_gqa=True)
-    shape = {"batch": 2, "heads": 2 * heads, "kv_heads": heads, "head_dim": 16, "v_head_dim": 24}
-    shape["itemsize"] = dtype.itemsize
-    ranks = [plan.for_rank(rank) for rank in range(world_size)]
-    assert counted == {"forward": sum(p.bytes_sent(**shape, backward=False) for p in ranks), "backward": 0}
-    sum(out.sum() for out in outs).backward()
-    assert sum(counted.values()) == sum(p.bytes_sent(**shape) for p in ranks)
-    assert (world_size == 1) == (counted["forward"] == 0)

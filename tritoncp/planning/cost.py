@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tritoncp.planning import traffic
-from tritoncp.planning.memory import Shape, peak_under, rows_of_steps
+from tritoncp.planning.memory import Shape, bytes_exchanged, elements_fetched, trade_heads
 
 if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan
@@ -47,13 +47,11 @@ NETWORK = Hardware("H100/H200, 400 Gb/s", 5.0e14, 4.5e10, 2.0e-5, 0.7, "datashee
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the slowest rank's forward and backward pass, and the most bytes of a rank in either beyond
-    its shards and results (:mod:`tritoncp.planning.memory`)."""
+    """Seconds of the slowest rank's forward and backward pass."""
 
     schedule: str
     forward: float
     backward: float
-    memory: int = 0
 
     @property
     def total(self) -> float:
@@ -69,18 +67,10 @@ def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     """Estimate the cost of every schedule for this plan's placement, cheapest first."""
     ranks = sample(plan.world_size)
     pairs = _pairs(plan, ranks)
-    views = [plan.for_rank(rank) for rank in ranks]
-    estimates = [
-        _ring(views, pairs, shape, hardware),
-        _fetch(views, pairs, shape, hardware),
-        _allgather(plan, pairs, shape, hardware),
-    ]
+    estimates = [estimate(plan, ranks, pairs, shape, hardware) for estimate in (_ring, _fetch, _allgather)]
     if not shape.latent:  # a latent has no heads to exchange
         estimates.append(_ulysses(plan, shape, hardware))
-    with_memory = (
-        replace(one, memory=max(peak_under(plan, one.schedule, ranks, shape)[:2])) for one in estimates
-    )
-    return tuple(sorted(with_memory, key=lambda cost: cost.total))
+    return tuple(sorted(estimates, key=lambda cost: cost.total))
 
 
 def sample(world_size: int) -> list[int]:
@@ -105,7 +95,7 @@ def _seconds(shape: Shape, pairs: Tensor, hardware: Hardware) -> Tensor:
     return pairs * (flops / hardware.flops)
 
 
-def _expansion(shape: Shape, rows: int, hardware: Hardware) -> float:
+def _expansion(shape: Shape, rows: Tensor | int, hardware: Hardware) -> Any:
     """Forward time of expanding rows of a latent to keys and values, by a product with one matrix. Backward
     the rows are expanded again, and two products give the gradients of latent and matrix."""
     return rows * shape.latent * 2 * shape.expanded_row / hardware.flops
@@ -114,7 +104,7 @@ def _expansion(shape: Shape, rows: int, hardware: Hardware) -> float:
 EXPANSION_BACKWARD = 3  # products with the matrix, for one forward
 
 
-def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+def _allgather(plan: Plan, ranks: Sequence[int], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     compute = float(_seconds(shape, pairs.sum(1).max(), hardware))
     own = plan.kv.s_max * shape.row
     peers = 0 if plan.derived.reads_only_own_keys else plan.world_size - 1
@@ -130,13 +120,13 @@ def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> C
     return Cost("allgather", forward, backward)
 
 
-def _ring(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
-    size = views[0].kv.s_max * shape.row
+def _ring(plan: Plan, ranks: Sequence[int], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+    size = plan.kv.s_max * shape.row
     hop = size * shape.itemsize / hardware.bandwidth + hardware.latency
     follow = size * 4 / hardware.bandwidth + hardware.latency
-    times, expand = _seconds(shape, pairs, hardware), _expansion(shape, views[0].kv.s_max, hardware)
+    times, expand = _seconds(shape, pairs, hardware), _expansion(shape, plan.kv.s_max, hardware)
     forward = backward = 0.0
-    for hops in zip(*(view.ring for view in views)):
+    for hops in zip(*(plan.derived.ring(rank) for rank in ranks)):
         compute = max(float(times[i, h.owner]) if h.reads else 0.0 for i, h in enumerate(hops))
         reads, moves = any(h.reads for h in hops), any(h.next is not None for h in hops)
         follows = any(h.dkv_to is not None for h in hops)
@@ -146,46 +136,31 @@ def _ring(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware
     return Cost("ring", forward, backward)
 
 
-def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
-    forward = backward = 0.0
-    remote_rows = views[0].traffic.clone().fill_diagonal_(0)
-    for view, row in zip(views, pairs):
-        near = float(_seconds(shape, row[view.rank], hardware))
-        far = float(_seconds(shape, row.sum() - row[view.rank], hardware))
-        share = shape.row // (shape.batch if view.batch > 1 else 1)
-        received, sent_rows = remote_rows[view.rank], remote_rows[:, view.rank]
-        elements = max(int(received.sum()), int(sent_rows.sum())) * share
-        wire = elements / (hardware.bandwidth * hardware.scattered)
-        start = int((received > 0).sum()) * hardware.latency
-        receive_time, return_time = wire * shape.itemsize + start, wire * 4 + start
-        own, remote = (_expansion(shape, n, hardware) for n in rows_of_steps(view, "fetch"))
-        forward = max(forward, max(near + own, receive_time) + far + remote)
-        tail = BACKWARD_RATIO * far * DKDV_SHARE + max(return_time, BACKWARD_RATIO * far * (1 - DKDV_SHARE))
-        back = BACKWARD_RATIO * near + EXPANSION_BACKWARD * own
-        backward = max(backward, max(back, receive_time) + EXPANSION_BACKWARD * remote + tail)
-    return Cost("fetch", forward, backward)
+def _fetch(plan: Plan, ranks: Sequence[int], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+    near = _seconds(shape, pairs[range(len(ranks)), ranks], hardware)
+    far = _seconds(shape, pairs.sum(1), hardware) - near
+    elements = elements_fetched(plan, shape)
+    wire = torch.maximum(elements.sum(0), elements.sum(1))[ranks] / (hardware.bandwidth * hardware.scattered)
+    start = (elements[ranks] > 0).sum(1) * hardware.latency
+    receive_time, return_time = wire * shape.itemsize + start, wire * 4 + start
+    rows = plan.traffic.clone().fill_diagonal_(0).sum(1) // plan.batch
+    own, remote = (_expansion(shape, x[ranks], hardware) for x in (torch.tensor(plan.kv.lengths), rows))
+    forward = torch.maximum(near + own, receive_time) + far + remote
+    back = BACKWARD_RATIO * near + EXPANSION_BACKWARD * own
+    tail = torch.maximum(return_time, BACKWARD_RATIO * far * (1 - DKDV_SHARE))
+    backward = torch.maximum(back, receive_time) + EXPANSION_BACKWARD * remote
+    backward = backward + BACKWARD_RATIO * far * DKDV_SHARE + tail
+    return Cost("fetch", float(forward.max()), float(backward.max()))
 
 
 def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     """Estimate the exchange of sequence for heads and back, without overlap, plus a fetch between rows of
     ranks if there are several."""
-    degree = plan.degree_for(shape.heads)
-    rows = plan.rows(degree, shape.heads)
+    rows, q_heads, kv_heads, summed = trade_heads(plan, shape)
     ranks = sample(rows.world_size)
-    views = [rows.for_rank(rank) for rank in ranks]
-    pairs = _pairs(rows, ranks)
-    q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
     largest = replace(shape, heads=max(map(len, q_heads)), kv_heads=max(map(len, kv_heads)))
-    inner = _fetch(views, pairs, largest, hardware)
-    d, e, item = shape.head_dim, shape.v_head_dim, shape.itemsize
-    tokens = (degree - 1) * plan.q.s_max * shape.batch
-    summed = not rows.derived.reads_only_own_keys or traffic.share(kv_heads)  # dK and dV, in float32
-    grad = 4 if summed else item
-    out = tokens * largest.heads * (d * item + e * item + 4)  # send queries, receive outputs and lse
-    keys = tokens * largest.kv_heads * (d + e)
-    rate = hardware.bandwidth * hardware.scattered
-    forward_exchange = (out + keys * item) / rate + 3 * hardware.latency
-    # Sends queries, gradients of outputs, lse and delta; receives gradients of queries.
-    backward_exchange = (tokens * largest.heads * ((2 * d + e) * item + 8) + keys * (item + grad)) / rate
-    backward = inner.backward + backward_exchange + (3 + summed) * hardware.latency
-    return Cost("ulysses", inner.forward + forward_exchange, backward)
+    inner = _fetch(rows, ranks, _pairs(rows, ranks), largest, hardware)
+    sent = (int(x.max()) / (hardware.bandwidth * hardware.scattered) for x in bytes_exchanged(plan, shape))
+    starts = 3 * hardware.latency, (3 + summed) * hardware.latency  # wide dK and dV share no message with dQ
+    forward, backward = (x + y + z for x, y, z in zip((inner.forward, inner.backward), sent, starts))
+    return Cost("ulysses", forward, backward)

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from torch import Tensor
+
 from tritoncp.planning import traffic
 
 if TYPE_CHECKING:
@@ -170,21 +173,20 @@ def _with_expanded(plan: Plan, shape: Shape, sent: Peak) -> Peak:
     function."""
     if not shape.latent:
         return sent
-    keys = max(rows_of_steps(plan, plan.schedule)) * shape.expanded_row
+    keys = max(rows_of_steps(plan)) * shape.expanded_row
     item, wide = shape.itemsize, max(4, shape.itemsize)
     return sent._replace(
         forward=sent.forward + keys * item, backward=sent.backward + keys * (2 * item + wide)
     )
 
 
-def rows_of_steps(plan: Plan, schedule: str) -> list[int]:
-    """Return the rows of keys that each step of this rank reads under a schedule, averaged over the batch
-    rows."""
-    if schedule == "fetch":
+def rows_of_steps(plan: Plan) -> list[int]:
+    """Return the rows of keys that each step of this rank reads, averaged over the batch rows."""
+    if plan.schedule == "fetch":
         own, remote = plan.kv.lengths[plan.rank], plan.traffic[plan.rank].clone()
         remote[plan.rank] = 0
         return [own, int(remote.sum()) // plan.batch]
-    if schedule == "ring" and plan.world_size > 1:
+    if plan.schedule == "ring" and plan.world_size > 1:
         return [plan.kv.s_max if hop.reads else 0 for hop in plan.ring]
     return [plan.kv.s_max * (1 if plan.derived.reads_only_own_keys else plan.world_size)]
 
@@ -200,10 +202,12 @@ def _allgather(plan: Plan, shape: Shape) -> Peak:
     size, world = TensorBytes.of(plan, shape), plan.world_size
     *_, last = groups = traffic.head_groups(shape.sent_heads, size.padded)
     message = size.padded * last // sum(groups)  # of the last head group
-    # Backward at the end: the last group's keys, and the gradients of all groups for all ranks with this
-    # rank's sums; or the last group's, all sums, and these joined.
+    gathered = size.padded * world + message
+    # Backward at first: all keys, and the first group's gradients with this rank's sums. At the end: the last
+    # group's keys, and the gradients of all groups; or the last group's, all sums, and these joined.
     sums = size.wide_padded * max(world + 1, world * last // sum(groups) + 2)
-    return Peak(size.padded * world + message, message * world + sums + size.stat - size.kv)
+    begin = gathered + size.wide_padded * (world + 1) * groups[0] // sum(groups)
+    return Peak(gathered, max(begin, message * world + sums) + size.stat - size.kv)
 
 
 def _ring(plan: Plan, shape: Shape) -> Peak:
@@ -220,34 +224,30 @@ def _ring(plan: Plan, shape: Shape) -> Peak:
 
 def _fetch(plan: Plan, shape: Shape) -> Peak:
     size = TensorBytes.of(plan, shape)
-    width = shape.row // (shape.batch if plan.batch > 1 else 1)
-    remote = plan.traffic.clone().fill_diagonal_(0)
-    sends, takes = remote[:, plan.rank], remote[plan.rank]
-    sent, fetched = int(sends.sum()) * width, int(takes.sum()) * width
+    elements = elements_fetched(plan, shape)
+    sends, takes = elements[:, plan.rank], elements[plan.rank]
+    sent, fetched = int(sends.sum()), int(takes.sum())
     item, wide = shape.itemsize, max(4, shape.itemsize)
     copies = 2 if plan.batch > 1 and shape.batch > 1 else 1  # rows of each batch row, one after the other
     request = sent * item + max(copies * size.kv, fetched * item)
     local = size.kv + size.wide_kv  # K and V, and their gradient
-    part = int(sends.max()) * width * wide  # of one rank, added to the gradient
+    part = int(sends.max()) * wide  # of one rank, added to the gradient
     returning = local + fetched * (item + wide) + sent * wide + part
-    start = copies * size.kv + sent * item
-    return Peak(size.state + request, size.backward(start, returning))
+    return Peak(size.state + request, size.backward(returning))
 
 
 def _ulysses(plan: Plan, shape: Shape) -> Peak:
     """Peak of the exchange of sequence for heads, the pass over this rank's heads, and the exchange back."""
-    degree = plan.degree_for(shape.heads)
-    rows, at = plan.rows(degree, shape.heads), plan.rank % degree
-    q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
+    rows, q_heads, kv_heads, summed = trade_heads(plan, shape)
+    at = plan.rank % len(q_heads)
     own = replace(shape, heads=len(q_heads[at]), kv_heads=len(kv_heads[at]))
     size = TensorBytes.of(plan, shape)  # of this rank's rows
     # Its messages: the rows of the longest shard, each KV head for each of its readers.
     sends = TensorBytes.of(plan, replace(shape, kv_heads=sum(map(len, kv_heads))), padded=True)
     whole = TensorBytes.of(rows, own)  # of this rank's heads: all tokens of its row of ranks
-    many = not rows.derived.reads_only_own_keys  # rows of ranks that read keys of each other
-    predict = _ring if between_rows(plan.schedule) == "ring" else _fetch
+    many = not rows.is_local  # rows of ranks that read keys of each other
+    predict = _ring if rows.schedule == "ring" else _fetch
     inner = predict(rows, own) if many else Peak(0, whole.stat)
-    summed = many or traffic.share(kv_heads)  # dK and dV are sums over ranks, and wide
 
     received, results = whole.q + whole.kv, whole.o + whole.stat
     running = received + results + inner.forward
@@ -269,48 +269,65 @@ def _ulysses(plan: Plan, shape: Shape) -> Peak:
     return Peak(forward, size.stat + peak_bytes - size.results)
 
 
-def bytes_sent(plan: Plan, shape: Shape, backward: bool = True) -> int:
-    """Count the bytes that a plan's rank sends in one layer, see :meth:`tritoncp.Plan.bytes_sent`."""
-    item, wide, passes = shape.itemsize, max(4, shape.itemsize), 2 if backward else 1
-    d, e = shape.head_dim, shape.v_head_dim
+def trade_heads(plan: Plan, shape: Shape) -> tuple[Plan, list[range], list[range], bool]:
+    """Return the plan between rows of ranks that exchange sequence for heads, the query heads of each rank of
+    a row, the KV heads that these read, and whether dK and dV are sums over ranks, which are wide."""
+    degree, between = plan.degree_for(shape.heads), plan.schedule.partition("+")[2] or "fetch"
+    rows = replace(plan.rows(degree, shape.heads), schedule=between, handle=None)
+    q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
+    return rows, q_heads, kv_heads, not rows.is_local or traffic.share(kv_heads)
 
-    def bytes_of_keys(view: Plan, channels: int) -> int:
-        rows, grad_rows = _rows_sent(view, shape.batch)
-        return channels * (passes * rows * item + backward * grad_rows * wide)
 
+def bytes_sent(plan: Plan, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Count the bytes that each rank sends in a forward and in a backward pass of a layer: int64 [W] each."""
     if not plan.schedule.startswith("ulysses"):
-        return bytes_of_keys(plan, shape.row // shape.batch)
-    degree = plan.degree_for(shape.heads)
-    rows = plan.rows(degree, shape.heads)
-    at, (q_heads, kv_parts) = plan.rank % degree, traffic.trade(shape.heads, shape.kv_heads, degree)
-    own, remote = len(q_heads[at]), shape.heads - len(q_heads[at])
-    keys, own_keys = sum(map(len, kv_parts)) - len(kv_parts[at]), len(kv_parts[at])
-    back = own * (degree - 1)
-    q_rows, kv_rows = shape.batch * plan.q.s_max, shape.batch * plan.kv.s_max
-    sent = q_rows * (remote * d * item + back * (e * item + wide)) + kv_rows * keys * (d + e) * item
-    if backward:
-        sent += q_rows * (remote * ((d + e) * item + 2 * wide) + back * d * item)
-        summed = not rows.derived.reads_only_own_keys or traffic.share(kv_parts)  # of several ranks' parts
-        grad = wide if summed else item
-        sent += kv_rows * (d + e) * (keys * item + own_keys * (degree - 1) * grad)
-    between = replace(rows, schedule=between_rows(plan.schedule))
-    return sent + bytes_of_keys(between, own_keys * (d + e))
+        keys, grads = elements_sent(plan, plan.schedule, shape)
+        return keys * shape.itemsize, keys * shape.itemsize + grads * max(4, shape.itemsize)
+    rows, _, kv_heads, _ = trade_heads(plan, shape)
+    of_a_head = bytes_sent(rows, replace(shape, heads=1, kv_heads=1))
+    between = (torch.outer(nbytes, _count(kv_heads)).flatten() for nbytes in of_a_head)
+    forward, backward = map(torch.add, bytes_exchanged(plan, shape), between)
+    return forward, backward
 
 
-def _rows_sent(plan: Plan, batch: int) -> tuple[int, int]:
-    """Count the rows of K and V that a plan's rank sends forward, and the rows of their gradient backward."""
-    if plan.schedule == "fetch":
-        copies, remote = 1 if plan.batch > 1 else batch, plan.traffic.clone().fill_diagonal_(0)
-        return int(remote[:, plan.rank].sum()) * copies, int(remote[plan.rank].sum()) * copies
-    hops = (0 if plan.is_local else plan.world_size - 1,) * 2
-    if plan.schedule == "ring":
-        hops = (
-            sum(hop.next is not None for hop in plan.ring),
-            sum(hop.dkv_to is not None for hop in plan.ring),
-        )
-    return hops[0] * plan.kv.s_max * batch, hops[1] * plan.kv.s_max * batch
+def bytes_exchanged(plan: Plan, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Count the bytes that each rank sends forward and backward to exchange sequence for heads and back:
+    int64 [W] each."""
+    rows, q_heads, kv_heads, summed = trade_heads(plan, shape)
+
+    def exchange(heads: Sequence[range], tokens: int, to_heads: int, back: int) -> Tensor:
+        """Count the bytes for heads of which a token has these bytes on its way to heads, and back."""
+        own = _count(heads)
+        nbytes = (own.sum() - own) * to_heads + own * (len(heads) - 1) * back
+        return (nbytes * tokens * shape.batch).repeat(rows.world_size)
+
+    queries, keys = (q_heads, plan.q.s_max), (kv_heads, plan.kv.s_max)
+    item, wide, d, e = shape.itemsize, max(4, shape.itemsize), shape.head_dim, shape.v_head_dim
+    both, grad = (d + e) * item, (d + e) * (wide if summed else item)
+    forward = exchange(*queries, d * item, e * item + wide) + exchange(*keys, both, 0)  # back: out and lse
+    # To heads also dout, lse and delta.
+    return forward, exchange(*queries, both + 2 * wide, d * item) + exchange(*keys, both, grad)
 
 
-def between_rows(schedule: str) -> str:
-    """Return the schedule between the rows of the mesh under "ulysses"."""
-    return schedule.partition("+")[2] or "fetch"
+def elements_sent(plan: Plan, schedule: str, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Count the elements of K and V that each rank sends in a pass of a schedule that exchanges no heads, and
+    the elements of their gradients in a backward pass: int64 [W] each."""
+    if schedule == "fetch":
+        elements = elements_fetched(plan, shape)
+        return elements.sum(0), elements.sum(1)
+    hops = 0 if plan.derived.reads_only_own_keys else plan.world_size - 1
+    step, reach = plan.derived.ring_route if schedule == "ring" else (1, torch.tensor(hops))
+    ranks = torch.arange(plan.world_size)
+    turn = (ranks[:, None] - ranks) * step % plan.world_size  # of each rank with each owner's keys
+    sends, returns = turn < reach, (turn > 0) & (turn <= reach)
+    return sends.sum(1) * plan.kv.s_max * shape.row, returns.sum(1) * plan.kv.s_max * shape.row
+
+
+def elements_fetched(plan: Plan, shape: Shape) -> Tensor:
+    """Count the elements of K and V of rank s that rank r fetches, at [r, s]: int64 [W, W]."""
+    return plan.traffic.clone().fill_diagonal_(0) * (shape.row // (shape.batch if plan.batch > 1 else 1))
+
+
+def _count(parts: Sequence[range]) -> Tensor:
+    """Count the heads of each part: int64 [parts]."""
+    return torch.tensor(list(map(len, parts)))

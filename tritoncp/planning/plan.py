@@ -382,7 +382,8 @@ class Plan(BlockMaskInterface):
         """
         sizes = {"heads": kv_heads, "v_head_dim": head_dim, **shape}
         layer = memory.Shape.of_layer(self, kv_heads=kv_heads, head_dim=head_dim, **sizes)
-        return memory.bytes_sent(self, layer, backward)
+        of_forward, of_backward = memory.bytes_sent(self, layer)
+        return int((of_forward + of_backward * backward)[self.rank])
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:

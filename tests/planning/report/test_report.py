@@ -144,7 +144,7 @@ batch 2, 8:4 heads of 64, on a GPU (by hand); the slowest rank, predicted:
   allgather        0.256        0.512       5.1             6.8       6.8
 → ring             0.266        0.512       4.5             3.4       5.6
   fetch            0.285        0.550       4.1             1.9       2.6
-  ulysses          0.499        0.917       5.5             6.9       6.9
+  ulysses          0.470        0.832       5.5             6.9       6.9
 MiB of a rank: shard (q, k, v, out, lse) 3.4; at most in a pass: forward 6.4, backward with gradients 11.3
 
 """

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from tritoncp.masks.mask_mod import name_of
@@ -51,10 +52,21 @@ class Facts:
     @cached_property
     def bytes_sent(self) -> dict[str, list[int]]:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
-        by_schedule = {}
-        for name in dict.fromkeys([*(estimate.schedule for estimate in self.costs), self.plan.schedule]):
-            by_schedule[name] = [memory.bytes_sent(view, self.shape) for view in self._views(name)]
-        return by_schedule
+        plans = {name: replace(self.plan, schedule=name, handle=None) for name in self._schedules}
+        return {
+            name: torch.add(*memory.bytes_sent(plan, self.shape)).tolist() for name, plan in plans.items()
+        }
+
+    @cached_property
+    def peaks(self) -> dict[str, memory.Peak]:
+        """Most memory of a rank beyond its shards and results, by schedule."""
+        ranks = cost.sample(self.plan.world_size)
+        return {name: memory.peak_under(self.plan, name, ranks, self.shape) for name in self._schedules}
+
+    @property
+    def _schedules(self) -> list[str]:
+        """Names of the estimated schedules, and of the plan's own."""
+        return list(dict.fromkeys([*(estimate.schedule for estimate in self.costs), self.plan.schedule]))
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -64,20 +76,19 @@ class Facts:
         own = plan.schedule.partition("+")[0]  # "ulysses+ring" is estimated as "ulysses"
         # one rank sends nothing, which the cheapest schedule counts
         time = next(one for one in self.costs if one.schedule == own or plan.world_size == 1)
-        forward = [memory.bytes_sent(view, shape, backward=False) for view in self._views(plan.schedule)]
-        backward = [total - first for total, first in zip(self.bytes_sent[plan.schedule], forward)]
+        forward, backward = memory.bytes_sent(plan, shape)
         rows, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
         moves = rows_between(plan.q, in_order(plan.q.length, plan.world_size)).fill_diagonal_(0)
         row = (1 if plan.q.batch > 1 else shape.batch) * shape.heads * shape.v_head_dim * shape.itemsize
         size = memory.TensorBytes.of(plan, shape, padded=True)
         gradients = size.q + size.o + size.kv
-        extra = memory.peak_under(plan, plan.schedule, cost.sample(plan.world_size), shape)
+        extra = self.peaks[plan.schedule]
         return {
             "world_size": plan.world_size,
             "imbalance": plan.imbalance,
             "remote_share": (rows - stays) / rows if rows else 0.0,
-            "forward_sent_bytes": max(forward),
-            "backward_sent_bytes": max(backward),
+            "forward_sent_bytes": int(forward.max()),
+            "backward_sent_bytes": int(backward.max()),
             "reshard_sent_bytes": int(moves.sum(1).max()) * row,
             "shard_bytes": size.shards,
             "gradient_bytes": gradients,
@@ -88,11 +99,6 @@ class Facts:
             "forward_ms": time.forward * 1e3,
             "backward_ms": time.backward * 1e3,
         }
-
-    def _views(self, schedule: str) -> list[Plan]:
-        """Return the plan of each rank under a schedule, without handles."""
-        other = replace(self.plan, schedule=schedule, handle=None)
-        return [other.for_rank(rank) for rank in range(other.world_size)]
 
     @property
     def reads(self) -> Tensor:
@@ -123,7 +129,7 @@ class Facts:
                 estimate.schedule: {
                     "forward_ms": estimate.forward * 1e3,
                     "backward_ms": estimate.backward * 1e3,
-                    "extra_bytes": estimate.memory,
+                    "extra_bytes": max(self.peaks[estimate.schedule][:2]),
                     "sent_bytes": self.bytes_sent[estimate.schedule],
                 }
                 for estimate in self.costs

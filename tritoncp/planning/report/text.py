@@ -125,11 +125,11 @@ def format_costs(facts: Facts) -> list[str]:
         f"{'most':>9}",
     ]
     for estimate in facts.costs:
-        sent = facts.bytes_sent[estimate.schedule]
+        sent, extra = facts.bytes_sent[estimate.schedule], max(facts.peaks[estimate.schedule][:2])
         mark = "→" if facts.plan.schedule.partition("+")[0] == estimate.schedule else " "
         result.append(
             f"{mark} {estimate.schedule:<10} {estimate.forward * 1e3:>11.3f} "
-            f"{estimate.backward * 1e3:>12.3f} {_mib(estimate.memory):>9} {_mib(sum(sent) / len(sent)):>15} "
+            f"{estimate.backward * 1e3:>12.3f} {_mib(extra):>9} {_mib(sum(sent) / len(sent)):>15} "
             f"{_mib(max(sent)):>9}"
         )
     return result
