@@ -12,14 +12,15 @@ from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
 
 UNITS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
-TABLE = list(resource_table.read_table().values())
-PASSES = [row for row in TABLE if row["kernel"] not in ("delta", "combine") and row["dtype"] != "float32"]
-SPILLING = {("dkdv", "sm_80", 128, "bfloat16", "window"): 40}
+FIGURES = resource_table.read_table()
 LISTED = [*resource_table.shipped(), *resource_table.measured()]
+TABLE = [job.fields | FIGURES[job.name] for job in LISTED]
+PASSES = [row for row in TABLE if row["kernel"] not in ("delta", "combine") and row["dtype"] != "float32"]
+SPILLING = {"dkdv sm_80 128 bfloat16 window": 40}
 
 
 def test_the_table_has_a_row_for_all_that_is_shipped_and_no_other() -> None:
-    assert [resource_table.key(row) for row in TABLE] == [resource_table.key(job.identity) for job in LISTED]
+    assert [*FIGURES] == [job.name for job in LISTED]
 
 
 def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(tmp_path) -> None:
@@ -35,10 +36,10 @@ def test_shipped_kernels_spill_nothing_fit_and_use_matrix_units() -> None:
     """One kernel spills ten registers behind its loops, where a step adds its sums; the tile that spills none
     there (64 × 64) executes 28 % more wavefronts and 67 % more sectors."""
     for row in TABLE:
-        assert row["shared_bytes"] <= resource_table.SHARED_BYTES[row["arch"]], resource_table.key(row)
-        assert row["spill_bytes"] <= SPILLING.get(resource_table.key(row), 0), resource_table.key(row)
+        assert row["shared_bytes"] <= resource_table.SHARED_BYTES[row["arch"]], row["name"]
+        assert row["spill_bytes"] <= SPILLING.get(row["name"], 0), row["name"]
     for row in PASSES:
-        assert row["matrix"] == UNITS[row["arch"]], resource_table.key(row)
+        assert row["matrix"] == UNITS[row["arch"]], row["name"]
 
 
 def test_copies_by_descriptor_are_where_they_can_be() -> None:
@@ -68,7 +69,9 @@ def test_writing_rows_leaves_the_others_alone(tmp_path) -> None:
     path = tmp_path / "configs/resources.json"
     resource_table.write(TABLE[:3], path)
     resource_table.write([TABLE[1] | {"registers": 7}], path)
-    assert list(resource_table.read_table(path).values()) == [TABLE[0], TABLE[1] | {"registers": 7}, TABLE[2]]
+    (one, figures), (two, others), (three, last) = list(FIGURES.items())[:3]
+    expected = {one: figures, two: others | {"registers": 7}, three: last}
+    assert list(resource_table.read_table(path).items()) == list(expected.items())
 
 
 def test_check_reports_a_regression(monkeypatch, tmp_path) -> None:
@@ -106,7 +109,7 @@ def test_measured_tiles_are_listed_checked_and_kept(monkeypatch, tmp_path) -> No
     named = ("forward", "documents"), ("forward", "state"), ("dkdv", "documents"), ("dkdv", "state")
     named += ("few", "few"), ("few", "decode"), ("gluon", "documents"), ("gluon", "state")
     assert [(job.kernel, job.variant) for job in jobs] == list(named)
-    assert len({resource_table.key(job.identity) for job in [*LISTED, *jobs]}) == len(LISTED) + len(jobs)
+    assert len({job.name for job in [*LISTED, *jobs]}) == len(LISTED) + len(jobs)
     monkeypatch.setattr(resource_table.measured, "__defaults__", (resource_table.ARCHS, folder))
     compiled = [job for job in jobs if job.variant == "state" and job.kernel in ("dkdv", "gluon")]
     rows = {row["kernel"]: row for row in resource_table.inspect_jobs(compiled, 1, 300)}
@@ -117,7 +120,7 @@ def test_measured_tiles_are_listed_checked_and_kept(monkeypatch, tmp_path) -> No
     assert resource_table.find_regressions(worse, worse | {"spill_bytes": 0})
     table = tmp_path / "resources.json"
     resource_table.write([TABLE[0], *rows.values()], table)
-    assert resource_table.key(worse) in resource_table.read_table(table)
+    assert worse["name"] in resource_table.read_table(table)
     tile_tables.path_in(folder, device, "3.7.1").unlink()
     tile_tables.write(folder, device, [entry for entry in entries if entry["kernel"] != "dkdv"], {}, "3.7.1")
     resource_table.write([TABLE[0]], table)

@@ -32,8 +32,8 @@ def compile_every_run() -> dict[Job, dict[str, Any]]:
         job for arch in resource_table.ARCHS for job in default_jobs(arch, "bfloat16", AGAIN[arch], "state")
     ]
     jobs += few_jobs("sm_90", 128) + scored_jobs(*LEARNS)
-    rows = {resource_table.key(row): row for row in compile_jobs(jobs)}
-    return {job: rows[resource_table.key(job.identity)] for job in jobs}
+    with Compilers(1) as compilers:
+        return {job: job.fields | report for job, report in compilers.compile_jobs(jobs)}
 
 
 def default_jobs(arch: str, dtype: str, dims: tuple[int, ...], *variants: str) -> list[Job]:
@@ -65,20 +65,15 @@ def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
     check(arch, rows)
     table = resource_table.read_table()
     for row in rows:
-        was = table[resource_table.key(row)]
+        was = table[row["name"]]
         assert {name: row.get(name) for name in was} == was
 
 
 def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
-    rows = [
-        row
-        for row in resource_table.read_table().values()
-        if row["variant"] == "state" and row["kernel"] in KERNELS
-    ]
-    rows = [row for row in rows if "source" not in row]  # without measured tiles
-    plain = [row for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] in (64, 128, 256)]
+    table = resource_table.read_table()
     for arch in resource_table.ARCHS:
-        copied = {(row["head_dim"], row["kernel"]) for row in plain if row["tma"] and row["arch"] == arch}
+        jobs = default_jobs(arch, "bfloat16", (64, 128, 256), "state")
+        copied = {(job.head_dim, job.kernel) for job in jobs if table[job.name]["tma"]}
         assert copied == (set(product((64, 128, 256), ("forward", "dq", "dkdv"))) if arch in COPY else set())
 
 
@@ -142,9 +137,7 @@ def test_nothing_that_is_shipped_got_worse() -> None:
     before = resource_table.read_table()
     rows = resource_table.inspect_jobs([*resource_table.shipped(), *resource_table.measured()], 2, 300)
     assert [
-        line
-        for row in rows
-        for line in resource_table.find_regressions(row, before.get(resource_table.key(row)))
+        line for row in rows for line in resource_table.find_regressions(row, before.get(row["name"]))
     ] == []
 
 

@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.launches import launch_of
@@ -61,21 +62,6 @@ def report_jobs(jobs: Iterable[Job]) -> Iterator[dict[str, Any]]:
             yield {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}
 
 
-class DriverStub(NamedTuple):
-    """The part of Triton's driver that compilation needs, for an absent GPU."""
-
-    target: Any
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> Any:
-        return self.target
-
-    def get_current_stream(self, device: Any) -> int:
-        return 0
-
-
 def compile_launch(launch: Any, arch: str) -> Any:
     """Compile a launch to Triton's kernel object, with the text of every stage and metadata."""
     from triton.backends.compiler import GPUTarget
@@ -83,7 +69,13 @@ def compile_launch(launch: Any, arch: str) -> Any:
 
     is_amd = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    driver.set_active(DriverStub(target))
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target,
+            get_current_device=lambda: target,
+            get_current_stream=lambda device: 0,
+        )
+    )
     return launch.kernel.warmup(grid=launch.grid, **(launch.config.compiler() | launch.args))
 
 

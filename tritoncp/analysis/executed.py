@@ -6,10 +6,8 @@ do not show the effects of instruction scheduling by ptxas, of latencies and of 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,40 +21,22 @@ from torch.nn.attention import flex_attention
 from tritoncp.analysis import torch_templates
 from tritoncp.analysis.compile_pool import read_nvidia
 from tritoncp.analysis.launches import CallTensors
-from tritoncp.analysis.resource_table import tiles
+from tritoncp.analysis.resource_table import print_table, tiles
 from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
 from tritoncp.perf.console import make_console
 from tritoncp.perf.suite.baselines import inputs
 from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
+# Counts of one pass, summed over its kernels, per query row and head: who, "tritoncp", "torch" (its default
+# tile) or "torch autotuned" (another candidate); tiles of each kernel; error, the largest of a result against
+# float64, relative to its largest element; warp instructions without moves; flops of tensor cores; special
+# functions, as exponentials and divisions; wavefronts of shared memory; sectors of global memory; registers
+# and spill_bytes of a thread, by ptxas.
+Row = dict[str, Any]
+COUNTS = ("instructions", "flops", "special", "wavefronts", "sectors")
 PASSES = {"forward": ("forward",), "backward": ("dq", "dkdv")}  # kernels whose counts are added
 LOG2E = math.log2(math.e)
-
-
-@dataclass(frozen=True)
-class ExecutedCounts:
-    """Counts of one pass, summed over its kernels, per query row and head.
-
-    who:          "tritoncp", "torch" (its default tile), "torch autotuned" (another candidate)
-    tiles:        tile shapes of each kernel
-    error:        largest error of a result against float64, relative to its largest element
-    instructions: warp instructions without moves; flops: of tensor cores; special: exponentials, divisions,
-    ...
-    wavefronts:   of shared memory; sectors: of global memory
-    registers, spill_bytes: per thread, by ptxas
-    """
-
-    who: str
-    tiles: str
-    error: float
-    instructions: float
-    flops: float
-    special: float
-    wavefronts: float
-    sectors: float
-    registers: int
-    spill_bytes: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +60,7 @@ def draw_call(problem: Problem) -> ExecutedCall:
     return ExecutedCall(problem, tensors, out.detach(), lse.detach(), grads)
 
 
-def count_own(call: ExecutedCall, arch: str, which: str) -> ExecutedCounts:
+def count_own(call: ExecutedCall, arch: str, which: str) -> Row:
     """Execute tritoncp's kernels of a pass, "forward" or "backward", and return their counts."""
     tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors)
     kernels = ("forward",) if which == "forward" else ("delta", "dq", "dkdv")
@@ -94,25 +74,23 @@ def count_own(call: ExecutedCall, arch: str, which: str) -> ExecutedCounts:
     results = {key: x for kernel in PASSES[which] for key, x in tensors.results(kernel).items()}
     expected = {"out": call.out, **dict(zip(("dq", "dk", "dv"), call.grads))}
     error = max(_error(x, expected[key]) for key, x in results.items())
-    return ExecutedCounts("tritoncp", named, error, **counts)
+    return {"who": "tritoncp", "tiles": named, "error": error, **counts}
 
 
-def count_torch(call: ExecutedCall, job: TemplateJob) -> ExecutedCounts:
+def count_torch(call: ExecutedCall, job: TemplateJob) -> Row:
     """Execute torch's template for the pass of a job, and return its counts."""
+    from torch._inductor.codecache import PyCodeCache
+
     tensors = template_tensors(call, job.template)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "flex_rendered.py"
-        path.write_text(write_source(job, tensors))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec and spec.loader
-        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        options = {"num_warps": job.warps, "num_stages": job.stages}
-        counts = _execute(lambda: module.flex[job.grid](*tensors.values(), **options), job.arch, call.problem)
+    kernel: Any = PyCodeCache.load(write_source(job, tensors)).flex
+    options = {"num_warps": job.warps, "num_stages": job.stages}
+    counts = _execute(lambda: kernel[job.grid](*tensors.values(), **options), job.arch, call.problem)
     backward = job.template == "backward"
     results = [tensors[name] for name in (("DQ", "OUT", "DV") if backward else ("OUT",))]
     expected = call.grads if backward else [call.out]
     error = max(map(_error, results, expected))
-    return ExecutedCounts("torch" if job.default else "torch autotuned", job.name, error, **counts)
+    who = "torch" if job.default else "torch autotuned"
+    return {"who": who, "tiles": job.name, "error": error, **counts}
 
 
 def count_calls(
@@ -130,10 +108,10 @@ def count_calls(
             for job in candidates(which, arch, problem) if against else ():
                 if job.default or against == "autotuned":
                     row = count_torch(call, job)
-                    rows += [row] if job.default or not row.spill_bytes else []
+                    rows += [row] if job.default or not row["spill_bytes"] else []
             words = problem.mask, problem.score, problem.shape
             title = f"{arch}, {which}, {' '.join(filter(None, words))}"
-            printed += [{"call": title, **asdict(row)} for row in rows]
+            printed += [{"call": title, **row} for row in rows]
             if not as_json:
                 show(rows, title, console)
     if as_json:
@@ -222,21 +200,14 @@ def _block_lists(call: ExecutedCall) -> dict[str, Tensor]:
     return lists
 
 
-def show(rows: Sequence[ExecutedCounts], title: str, console: Any) -> None:
+def show(rows: Sequence[Row], title: str, console: Any) -> None:
     """Print rows as a table: counts per query row and head, and in brackets tritoncp's divided by the
     row's."""
-    from rich.table import Table
-
-    columns = ("kernels", "tiles", "instructions", "FLOPs", "special", "wavefronts", "sectors")
-    table = Table(*columns, "regs", "spill", "error", title=title, box=None, padding=(0, 1))
-    own = rows[0]
+    own, lines = rows[0], []
     for row in rows:
-        cells = []
-        for name in ("instructions", "flops", "special", "wavefronts", "sectors"):
-            value, reference = getattr(own, name), getattr(row, name)
-            ratio = f" ({value / reference:.2f})" if row is not own and reference else ""
-            cells.append(f"{reference:.4g}{ratio}")
-        table.add_row(
-            row.who, row.tiles, *cells, str(row.registers), str(row.spill_bytes), f"{row.error:.1e}"
-        )
-    console.print(table)
+        ratios = {name: f" ({own[name] / row[name]:.2f})" for name in COUNTS if row is not own and row[name]}
+        counts = [f"{row[name]:.4g}{ratios.get(name, '')}" for name in COUNTS]
+        resources = row["registers"], row["spill_bytes"], f"{row['error']:.1e}"
+        lines.append((row["who"], row["tiles"], *counts, *resources))
+    columns = ("kernels", "tiles", "instructions", "FLOPs", *COUNTS[2:], "regs", "spill", "error")
+    print_table(console, title, columns, lines)

@@ -24,8 +24,8 @@ class Variant(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
 
-_FULL, _CAUSAL, _DOCUMENTS, _DILATED = (
-    Problem(mask, S, HEADS, KV_HEADS) for mask in ("full", "causal", "three-documents", "dilated")
+_FULL, _CAUSAL, _DOCUMENTS = (
+    Problem(mask, S, HEADS, KV_HEADS) for mask in ("full", "causal", "three-documents")
 )
 _GATHERED = replace(_DOCUMENTS, world=4)
 _SPLIT = (("SPLIT_KV", 4),)
@@ -35,8 +35,7 @@ VARIANTS = {
     "window": Variant(replace(_FULL, mask="two-sided-window"), load=True),
     "documents": Variant(_DOCUMENTS),  # tables and row intervals
     "state": Variant(_GATHERED, load=True, store=True),  # a step over gathered keys, from and to a state
-    "mask_mod": Variant(replace(_DILATED, world=4)),
-    "mask_mod_local": Variant(_DILATED),  # one buffer of keys, as in torch's templates
+    "mask_mod": Variant(replace(_GATHERED, mask="dilated")),
     "pointers": Variant(_GATHERED, load=True, store=True, options=(("USE_TMA", False),)),
     "few": Variant(replace(_DOCUMENTS, queries=16), load=True, options=_SPLIT),  # a tile of 4 heads
     "short": Variant(replace(_DOCUMENTS, queries=64), load=True, options=_SPLIT),  # two such tiles
@@ -115,19 +114,19 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The job as text.
+        """The job as text, unique among those of the table of resources.
 
         >>> step_job("dq", "sm_90", 128).name
-        'dq sm_90 d128 bfloat16 state'
+        'dq sm_90 128 bfloat16 state'
         """
-        return f"{self.kernel} {self.arch} d{self.head_dim} {self.dtype} {self.variant}"
+        words = self.kernel, self.arch, self.head_dim, self.dtype, self.variant, self.source
+        return " ".join(str(word) for word in words if word)
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """The key of the job's row in the table of resources; with ``source`` only if it is set."""
-        key = {"kernel": self.kernel, "arch": self.arch, "head_dim": self.head_dim}
-        key |= {"source": self.source} if self.source else {}
-        return key | {"dtype": self.dtype, "variant": self.variant}
+    def fields(self) -> dict[str, Any]:
+        """The fields that a row of the job begins with."""
+        names = ("name", "kernel", "arch", "head_dim", "dtype", "variant", "source")
+        return {name: getattr(self, name) for name in names}
 
 
 def step_job(
@@ -153,8 +152,3 @@ def kernel_of(kernel: str, config: Config | None) -> tuple[str, Config | None]:
         return kernel, config
     kernel, tiles = kernel_and_tiles("route", asdict(config))
     return kernel, Config(**tiles)
-
-
-def options_of(kernel: str, config: Config | None) -> dict[str, Any]:
-    """Return the engine options that select this config for a kernel; {} for None, the default config."""
-    return {"CONFIGS": ((kernel, tuple(asdict(config).items())),)} if config else {}

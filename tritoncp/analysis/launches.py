@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritoncp.analysis.jobs import VARIANTS, Job, Variant, kernel_of, options_of
+from tritoncp.analysis.jobs import VARIANTS, Job, Variant, kernel_of
 from tritoncp.core.upload import upload
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
@@ -114,8 +115,9 @@ class CallTensors:
         return take(torch.cat(outs, 2), plan.q.inverse, 2, 0, 0)
 
     def _engine(self, kernel: str, config: Config | None, arch: str | None) -> TritonEngine:
-        options = options_of(kernel, config) | dict(self._variant.options)
-        options |= {"deterministic": False, "FUSED_BACKWARD": kernel == "fused"}
+        options = {"deterministic": False, "FUSED_BACKWARD": kernel == "fused", **dict(self._variant.options)}
+        if config:
+            options["CONFIGS"] = ((kernel, tuple(asdict(config).items())),)
         if kernel in ROUTES:
             options["ROUTE"] = kernel
         if kernel == "few" and self.q.device.type == "cpu":  # without multiprocessors to fill

@@ -7,7 +7,6 @@ import ast
 import hashlib
 import json
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ Row = dict[str, Any]
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = tile_tables.SHIPPED / "resources.json"
-KEY = ("kernel", "arch", "head_dim", "dtype", "variant")
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
-COLUMNS = ("registers", "spill_bytes", "shared_bytes", "matrix", "tma")  # columns after the key
+COLUMNS = ("registers", "spill_bytes", "shared_bytes", "matrix", "tma")
 KIB = 1 << 10
 SHARED_BYTES = {
     **{"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB},
@@ -84,7 +82,7 @@ def pick(jobs: Sequence[Job], **criteria: Sequence[Any]) -> list[Job]:
     value that no job has, and if no job matches all criteria.
 
     >>> [job.name for job in pick(shipped(["sm_90"]), kernel=["delta"], head_dim=[64])]
-    ['delta sm_90 d64 bfloat16 state']
+    ['delta sm_90 64 bfloat16 state']
     """
     for field, values in criteria.items():
         field_values = dict.fromkeys(str(getattr(job, field)) for job in jobs)
@@ -99,28 +97,22 @@ def pick(jobs: Sequence[Job], **criteria: Sequence[Any]) -> list[Job]:
     return picked
 
 
-def key(row: Row) -> tuple[Any, ...]:
-    """Return the key of a row: the columns KEY, then the source of its tiles unless they are the default."""
-    identity = tuple(row[name] for name in KEY)
-    return (*identity, row["source"]) if row.get("source") else identity
-
-
 def inspect_jobs(jobs: Sequence[Job], processes: int | None, timeout: float) -> Generator[Row]:
-    """Compile jobs and yield a row for each as it is done; ``failed`` has the error of a failed
-    compilation."""
+    """Compile jobs and yield a row for each as it is done, with a line of progress; ``failed`` has the error
+    of a failed compilation."""
+    progress = Progress()
+    progress.add(len(jobs))
     with Compilers(processes, timeout) as compilers:
-        for job, row in compilers.compile_jobs(jobs):
-            yield job.identity | row
+        for job, report in compilers.compile_jobs(jobs):
+            failure = ": " + report["failed"] if "failed" in report else ""
+            progress.show(job.name + failure, measured=True)
+            yield job.fields | report
 
 
-def read_table(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
-    """Read the committed table: rows by their keys."""
-    table = {}
-    for name, *figures in json.loads(path.read_text())["rows"]:
-        row = dict(zip((*KEY, *COLUMNS, "source"), (*name.split(), *figures)))
-        row["head_dim"] = int(row["head_dim"])
-        table[key(row)] = row
-    return table
+def read_table(path: Path = TABLE) -> dict[str, Row]:
+    """Read the committed table: COLUMNS by the names of jobs."""
+    rows = json.loads(path.read_text())["rows"]
+    return {name: dict(zip(COLUMNS, figures, strict=True)) for name, figures in rows.items()}
 
 
 def origin() -> dict[str, str]:
@@ -142,22 +134,18 @@ def _is_kernel(function: ast.FunctionDef) -> bool:
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
-    """Write rows into the table, one per line, replacing rows with the same keys; rows of kernels that are no
+    """Write rows into the table, one per line, replacing those of the same jobs; rows of kernels that are no
     longer shipped are dropped. The origin is written with a whole table."""
     old = read_table(path) if path.exists() else {}
-    new = {key(row): row for row in rows}
-    order = [key(job.identity) for job in [*shipped(), *measured()]]
-    table = [(old | new)[identity] for identity in order if identity in old | new]
-    head = origin() if new.keys() >= {*order} else {}
-    lines = ",\n".join(json.dumps(_compact(row), separators=(",", ":")) for row in table)
+    new = {row["name"]: row for row in rows}
+    names = [job.name for job in [*shipped(), *measured()]]
+    figures = {name: [row[column] for column in COLUMNS] for name, row in (old | new).items()}
+    head = origin() if new.keys() >= {*names} else {}
+    lines = ",\n".join(
+        f'"{name}":{json.dumps(figures[name], separators=(",", ":"))}' for name in names if name in figures
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"origin": {json.dumps(head)}, "rows": [\n{lines}\n]}}\n')
-
-
-def _compact(row: Row) -> list[Any]:
-    """Return a row as a list: the key as text, the figures, then the source of measured tiles."""
-    source = [row["source"]] if row.get("source") else []
-    return [" ".join(str(row[name]) for name in KEY), *(row[name] for name in COLUMNS), *source]
+    path.write_text(f'{{"origin": {json.dumps(head)}, "rows": {{\n{lines}\n}}}}\n')
 
 
 def find_faults(row: Row, arch: str) -> list[str]:
@@ -207,15 +195,14 @@ def run(
 ) -> list[str]:
     """Compile jobs and print their rows. check: compare them with the table; update: write them to it.
     Returns a line for each fault."""
-    rows = compile_rows(jobs, processes, timeout)
-    order = {key(job.identity): i for i, job in enumerate(jobs)}
-    rows.sort(key=lambda row: order[key(row)])
+    order = [job.name for job in jobs]
+    rows = sorted(inspect_jobs(jobs, processes, timeout), key=lambda row: order.index(row["name"]))
     before = read_table()
     faults = [
-        f"{' '.join(map(str, key(row)))}: {why}"
+        f"{row['name']}: {why}"
         for row in rows
         if check or "failed" in row
-        for why in find_regressions(row, before.get(key(row)))
+        for why in find_regressions(row, before.get(row["name"]))
     ]
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -224,18 +211,6 @@ def run(
     if update:
         write(row for row in rows if "failed" not in row)
     return faults
-
-
-def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float) -> list[Row]:
-    """Compile the rows, and print a line for each with the time left."""
-    progress, rows = Progress(), []
-    progress.add(len(jobs))
-    with closing(inspect_jobs(jobs, processes, timeout)) as reports:
-        for row in reports:
-            rows.append(row)
-            failure = ": " + row["failed"] if "failed" in row else ""
-            progress.show(" ".join(map(str, key(row))) + failure, measured=True)
-    return rows
 
 
 def tiles(config: dict[str, Any]) -> str:
@@ -256,11 +231,7 @@ def tiles(config: dict[str, Any]) -> str:
 def show(rows: Sequence[Row], console: Any) -> None:
     """Print a table for each architecture, with dashes for missing values."""
     for arch in dict.fromkeys(row["arch"] for row in rows):
-        table = Table(*SHOWN, title=arch, box=None, padding=(0, 1), title_justify="left")
-        for row in rows:
-            if row["arch"] == arch:
-                table.add_row(*map(str, _cells(row)))
-        console.print(table)
+        print_table(console, arch, SHOWN, [_cells(row) for row in rows if row["arch"] == arch])
     console.print(
         "\ntiles: M×N warps/stages, TMA if by descriptor; regs, spill (bytes): per thread; shared: bytes per "
         "CTA; matrix: instruction of matrix products; TMA: number of bulk copy instructions",
@@ -268,17 +239,19 @@ def show(rows: Sequence[Row], console: Any) -> None:
     )
 
 
+def print_table(console: Any, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print rows under a title and headings."""
+    table = Table(*columns, title=title, box=None, padding=(0, 1), title_justify="left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(table)
+
+
 def _cells(row: Row) -> list[Any]:
     """Return the cells of a row, by SHOWN."""
-    variant = f"{row['variant']} ({row['source']})" if "source" in row else row["variant"]
+    variant = f"{row['variant']} ({row['source']})" if row["source"] else row["variant"]
     cells = [row["kernel"], row["head_dim"], row["dtype"], variant]
     if "failed" in row:
         return [*cells, *"–" * (len(SHOWN) - len(cells))]
-    figures = (
-        row["registers"],
-        row["spill_bytes"],
-        row["shared_bytes"],
-        row["matrix"] or "–",
-        row["tma"] or "–",
-    )
-    return [*cells, tiles(row["config"]), *figures]
+    *figures, matrix, copied = (row[column] for column in COLUMNS)
+    return [*cells, tiles(row["config"]), *figures, matrix or "–", copied or "–"]
