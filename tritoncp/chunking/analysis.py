@@ -14,6 +14,7 @@ from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     SubclassGetAttrAOTOutput,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from tritoncp.chunking import attention, torch_attention
@@ -67,7 +68,6 @@ class Cut:
     copied:  nodes of which each chunk has a copy
     chained: mutated input -> node of its new value, if a region computes that
     joined:  copied node with users outside -> how its chunks become one value: "cat", "sum" or "chain"
-    source:  node of the size that is cut
     """
 
     def __init__(self, graph: Graph, region: str, dim: str, chunks: int, early: bool, repeat: bool) -> None:
@@ -79,16 +79,14 @@ class Cut:
         live_ins = [x for x in entering if isinstance(x.meta.get("val"), Tensor)]
         queries = [attention.argument(node, "q") for node in calls]
         size = cut_symbol(dim, queries, live_ins, graph)
-        fake_mode = next(
-            x.meta["val"].fake_mode for x in graph.nodes if hasattr(x.meta.get("val"), "fake_mode")
-        )
+        values = [x.meta.get("val") for x in graph.nodes]
+        fake_mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
         self.sizes = CutSymbol(chunks, size, fake_mode)
         self.pure_symbols = input_symbols(graph)
         self.outputs = list(self._outputs())
         self.chained = self._new_values()
         self.copied = self._dependents()
         self._warn_of_first_rows()
-        self.source = next((x for x in graph.nodes if self._is_source(x)), None)
         if early:
             self._share_reductions()
         self._check_copied(self._check_op)
@@ -139,11 +137,6 @@ class Cut:
     def is_whole_size(self, node: Node) -> bool:
         """Return whether a node is the whole size that is cut."""
         return is_size(node) and expression(node.meta["val"]) == self.sizes.whole
-
-    def _is_source(self, node: Node) -> bool:
-        """Return whether a node reads the size that is cut from an input's shape."""
-        inputs = node.all_input_nodes
-        return self.is_whole_size(node) and all(x.op == "placeholder" for x in inputs)
 
     def is_pure_size(self, node: Node) -> bool:
         """Return whether a node computes a size from sizes of inputs, not from data."""

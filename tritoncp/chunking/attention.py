@@ -7,10 +7,9 @@ import operator
 from typing import Any
 
 from torch import SymInt, Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.api.dynamo import batch_rows_op, block_mask_op, part_op, plan_op, view_op
 from tritoncp.chunking import torch_attention
@@ -19,6 +18,7 @@ from tritoncp.chunking.report import ChunkingError
 from tritoncp.chunking.sizes import hint_of
 from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.handles import object_of
+from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.distributed.schedules import shared_keys
 from tritoncp.ops.autograd import backward_op, forward_op
 from tritoncp.ops.call import decode_spec
@@ -98,7 +98,7 @@ def plan_between_ranks(node: Node) -> Plan | None:
     have the plan as a constant."""
     if not decode_spec(argument(node, "spec")).world:
         return None
-    with unset_fake_temporarily(), _disable_current_modes():
+    with fresh_dispatch():
         return known_plan(argument(node, "plan"))
 
 
@@ -140,7 +140,7 @@ class Keys:
                 f"needs has the shape {tuple(needs.shape)}; [{self.chunks}, {self.chunks}] is needed: pass "
                 f"plan.needs({self.chunks})"
             )
-        with unset_fake_temporarily(), _disable_current_modes():
+        with fresh_dispatch():
             self.common = None if needs is None else prefixes(needs, self.chunks)
 
     def counts(self, node: Node) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ class Keys:
     def _counts_of(self, handle: Node) -> tuple[int, ...]:
         counts = self.common
         if counts is None and self.cut.dim == "seq":
-            with unset_fake_temporarily(), _disable_current_modes():
+            with fresh_dispatch():
                 plan = known_plan(handle)
                 counts = None if plan is None else prefixes(plan.needs(self.chunks), self.chunks)
         return counts or (self.chunks,) * self.chunks

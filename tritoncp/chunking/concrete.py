@@ -74,22 +74,20 @@ def _concretised(gm: GraphModule, numbers: Symbols) -> GraphModule:
         return values[node]
 
     for node in gm.graph.nodes:
-        value = substitute(node.meta.get("val"), numbers)
-        is_number = isinstance(node.meta.get("val"), SymInt | SymFloat | SymBool) and not isinstance(
-            value, SymInt | SymFloat | SymBool
+        meta = tree_map_only(
+            Tensor | SymInt | SymFloat | SymBool, lambda x: substitute(x, numbers), dict(node.meta)
         )
+        is_number = isinstance(meta.get("val"), int | float)
+        if is_number:
+            values[node] = meta["val"]
         if is_number and node.op != "placeholder":
-            values[node] = value
             continue
         is_assertion = node.target is torch.ops.aten._assert_scalar.default
         if is_assertion and not isinstance(map_arg(node.args[0], replace), Node):
             continue  # it holds for these numbers
         copy = graph.node_copy(node, replace)
-        copy.meta = tree_map_only(
-            SymInt | SymFloat | SymBool, lambda x: substitute(x, numbers), dict(node.meta)
-        )
-        copy.meta["val"] = value
-        values[node] = value if is_number else copy
+        copy.meta = meta
+        values.setdefault(node, copy)
     result = GraphModule(gm, graph)
     for name, child in result.named_children():
         if isinstance(child, GraphModule):

@@ -94,8 +94,7 @@ class Rewrite(StepGraph):
     def run(self) -> None:
         """Add the nodes of all steps, connect the nodes that stay to them, and remove the originals."""
         try:
-            if self.cut.source is None:
-                self._make_source()
+            self.source = self._find_source()
             self.add_steps()
         except Exception:
             for node in reversed(self.added):
@@ -139,16 +138,17 @@ class Rewrite(StepGraph):
             if not node.users and node.target in unused:
                 self.graph.erase_node(node)
 
-    def _make_source(self) -> None:
-        """Add a node of the whole size, where the graph has none."""
-        for x in self.graph.nodes:
-            value = x.meta.get("val")
-            if x.op == "placeholder" and isinstance(value, Tensor):
-                for d, size in enumerate(value.shape):
-                    if expression(size) == self.sizes.whole:
-                        source = self.cut.source = self.add_call(aten.sym_size.int, (x, d), size)
-                        self.values[source, KEEP] = source
-                        return
+    def _find_source(self) -> Node:
+        """Return an input that is the whole size, or a new node that reads it from the shape of one."""
+        for x in self.graph.find_nodes(op="placeholder"):
+            value: Any = x.meta.get("val")
+            if self.cut.is_whole_size(x):
+                return x
+            for d, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+                if expression(size) == self.sizes.whole:
+                    source = self.add_call(aten.sym_size.int, (x, d))
+                    self.values[source, KEEP] = source
+                    return source
         raise ChunkingError("no input has the size that is cut alone as the size of a dimension")
 
     def _join(self, node: Node) -> Node:
@@ -161,7 +161,7 @@ class Rewrite(StepGraph):
         if kind == "sum":
             return self.add_up([self.value(node, c) for c in reversed(chunks)], value, stage)
         dim = self.cut.cut_dim(node)
-        return self.concatenate([self.value(node, c) for c in chunks], dim, value, value, stage)
+        return self.concatenate([self.value(node, c) for c in chunks], dim, value, stage)
 
     def _add_chunks(self, node: Node, args: Any) -> Any:
         """Return the arguments of a node. A gradient that is added to another is added chunk by chunk, in the
@@ -201,15 +201,15 @@ class Rewrite(StepGraph):
 
     def _value(self, node: Node, c: int) -> Any:
         """Return the value of a chunk's copy, for its metadata."""
-        value: Any = node.meta.get("val")
-        own, fresh = range(c, c + 1), self.fresh[c]
-        if node.target is attention.backward_op and self.keys.are_shared(node):
-            dq, _, _, *rest = self.sizes.cut(value, own, fresh)
-            return [dq, *shared_attention.gradient_values(self, node), *rest]
-        if node.target is attention.backward_op and self.keys.are_cut(node):
-            keys = range(self.keys.counts(node)[c])
-            return [self.sizes.cut(x, keys if i in (1, 2) else own, fresh) for i, x in enumerate(value)]
-        return self.sizes.cut(value, own, fresh)
+        own = self.sizes.cut(node.meta.get("val"), range(c, c + 1), self.fresh[c])
+        if node.target is not attention.backward_op:
+            return own
+        dq, dk, dv, *rest = own
+        if self.keys.are_shared(node):
+            dk, dv = shared_attention.gradient_values(self, node)
+        elif self.keys.are_cut(node):
+            dk, dv = (self.sizes.cut(x, range(self.keys.counts(node)[c])) for x in node.meta["val"][1:3])
+        return [dq, dk, dv, *rest]
 
     def _attention_arguments(self, node: Node, c: int) -> tuple[Any, ...]:
         at = attention.places(node)
@@ -240,43 +240,41 @@ class Rewrite(StepGraph):
         stage = {
             name: value for name, value in handle.meta.items() if name in ("partitioner_tag", "recompute")
         }
-        call = target, (self.whole_node(handle), *args), handle.meta["val"], stage
+        call = target, (self.whole_node(handle), *args), stage
         return self.once(("part", handle, *args), lambda: self.add_call(*call))
 
     def first_keys(self, x: Node, count: int, node: Node) -> Node:
         """Return the first chunks of keys or values, concatenated. The backward pass concatenates them again,
         so that only the chunks are kept for it."""
-        value, stage, dim = x.meta["val"], self.stage_of(node), 2
+        stage = self.stage_of(node)
         if count == self.sizes.chunks and x not in self.cut.copied:
             return self.whole_node(x)
         pieces = [self.chunk_node(x, c) for c in range(count)]
         key = "keys", x, count, is_backward(node)
-        cut = self.sizes.cut(value, range(count))
-        return self.once(key, lambda: self.concatenate(pieces, dim, value, cut, stage))
+        cut = self.sizes.cut(x.meta["val"], range(count))
+        return self.once(key, lambda: self.concatenate(pieces, 2, cut, stage))
 
     def _sum_key_gradients(self, node: Node, call: Node, item: int, c: int) -> Node:
         """Sum the gradient of a chunk of keys or values over the chunks of queries that read it."""
-        whole, stage = call.meta["val"][item], self.stage_of(node)
-        value = self.sizes.cut(whole, range(c, c + 1))
+        stage = self.stage_of(node)
+        value = self.sizes.cut(call.meta["val"][item], range(c, c + 1))
         if self.keys.are_shared(call):
-            gradients = shared_attention.landed_chunks(self, call, item)
-            piece = self.make_dense(gradients[c], whole, 2, value, ("gradient", node, c), stage)
-            return piece
-        terms = [self._key_gradients(call, item, r, stage)[c] for r in self.keys.readers(call, c)]
+            terms = [shared_attention.landed_chunks(self, call, item)[c]]
+        else:
+            terms = [self._key_gradients(call, item, r, stage)[c] for r in self.keys.readers(call, c)]
         if len(terms) > 1:
             total = self.without_channel(terms, value, stage, lambda xs, x: self.add_up(xs, x, stage))
         else:
-            total = self.make_dense(terms[0], whole, 2, value, ("gradient", node, c), stage)
+            total = self.make_dense(terms[0], 2, value, stage)
         self._mark(total, node, c)
         return total
 
     def _key_gradients(self, call: Node, item: int, reader: int, stage: dict[str, Any]) -> list[Node]:
         """Return the gradients of the chunks of keys or values that a chunk of queries read."""
-        copy, count = self.value(call, reader), self.keys.counts(call)[reader]
-        value = copy.meta["val"][item]
+        count = self.keys.counts(call)[reader]
 
         def split() -> list[Node]:
-            gradient = self.add_call(operator.getitem, (copy, item), value, stage)
+            gradient = self.add_call(operator.getitem, (self.value(call, reader), item), stage)
             return [gradient] if count == 1 else self.split(gradient, 2, 1, count, stage)
 
         return self.once(("gradients", call, reader, item), split)

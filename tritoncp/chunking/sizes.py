@@ -101,20 +101,15 @@ def substitute(value: Any, symbols: Symbols) -> Any:
         fake_mode: Any = value.fake_mode  # type: ignore[attr-defined] # a FakeTensor
         with fake_mode, fake_mode.shape_env.suppress_guards():
             return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    return as_number(expression(value).xreplace(symbols), value.node.shape_env, value)
-
-
-def as_number(expr: Any, env: Any, like: Any = None) -> Any:
-    """Return an expression as an int, float or bool if it is one, else as a symbolic number of the type of
-    ``like``, by default a SymInt."""
-    expr = env.simplify(expr)
+    env: Any = value.node.shape_env
+    expr: Any = env.simplify(expression(value).xreplace(symbols))
     if expr in (sympy.true, sympy.false):
         return bool(expr)
-    if isinstance(like, SymBool):
+    if isinstance(value, SymBool):
         return env.create_symboolnode(expr)
     if expr.is_number:
-        return float(expr) if isinstance(like, SymFloat) else int(expr)
-    if isinstance(like, SymFloat):
+        return float(expr) if isinstance(value, SymFloat) else int(expr)
+    if isinstance(value, SymFloat):
         return env.create_symfloatnode(expr, hint=None)
     return env.create_symintnode(expr, hint=hint_of(expr, env))
 
@@ -175,10 +170,6 @@ class CutSymbol:
         exprs = [expression(size) for size in value.shape]
         numbers = [self.hint(x.xreplace(part) if isinstance(x, sympy.Basic) else x) for x in exprs]
         return [n for n in numbers if n is not None] if None not in numbers else []
-
-    def symbolic(self, expr: Any) -> Any:
-        """Return an expression as a SymInt, or as a number if it is one."""
-        return as_number(expr, self.env)
 
     def bind(self, copy: Node, fresh: Symbols) -> None:
         """Give a copied node symbols of its own where it reads sizes from data; note them in ``fresh``."""

@@ -63,7 +63,7 @@ class StepGraph(AddedNodes):
     def whole_node(self, x: Node) -> Node:
         """Return the node of a node's whole value."""
         if self.cut.is_whole_size(x):
-            return self.value(self.cut.source, KEEP)  # type: ignore[arg-type] # run() made it
+            return self.value(self.source, KEEP)
         return self.value(x, JOIN if x in self.cut.joined else KEEP)
 
     def chunk_node(self, x: Node, c: int) -> Node:
@@ -85,14 +85,14 @@ class StepGraph(AddedNodes):
         factor, stage = self.cut.factor(x, dim), self.stage_of(x)
         pieces = self.once(("pieces", node), lambda: self.split(node, dim, factor, self.sizes.chunks, stage))
         own = self.sizes.cut(value, range(c, c + 1))
-        return self.make_dense(pieces[c], value, dim, own, ("piece", node, c), stage)
+        return self.once(("piece", node, c), lambda: self.make_dense(pieces[c], dim, own, stage))
 
     def add_steps(self) -> None:
         """Add all steps that the graph's results need."""
         pending: list[Node] = []
         group: Any = None
         is_forward = True
-        self.value(self.cut.source, KEEP)  # type: ignore[arg-type] # run() made it
+        self.value(self.source, KEEP)
         for node in self.originals:
             if node.op == "call_function" and self.cut.is_whole_size(node):
                 continue  # all nodes read the source

@@ -100,12 +100,11 @@ def _shift(
 def _first_row(rewrite: Any, node: Node, c: int) -> Node:
     """Add a 0-d tensor with the index of chunk c's first batch row."""
     query: Any = node.args[0]
-    device = query.meta["val"].device
-    with rewrite.sizes.fake_mode:
-        value = torch.empty((), dtype=torch.int32, device=device)
     number = rewrite.first_row(c, rewrite.cut.factor(query, 0))
-    first: Node = rewrite.add_call(torch.ops.aten.full.default, ([], number), value, rewrite.stage_of(node))
-    first.kwargs = {"dtype": torch.int32, "device": device, "pin_memory": False}
+    options = {"dtype": torch.int32, "device": query.meta["val"].device, "pin_memory": False}
+    first: Node = rewrite.add_call(
+        torch.ops.aten.full.default, ([], number), rewrite.stage_of(node), **options
+    )
     return first
 
 
