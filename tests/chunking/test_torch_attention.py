@@ -71,17 +71,22 @@ class Loop(nn.Module):
         return torch.cat(outs)
 
 
-CASES = (("of all rows", False, 4, 2), ("of all rows", True, 5, 3), ("of each row", True, 5, 3))
+CASES = (
+    *(("of all rows", False, 4, 2), ("of all rows", True, 5, 3)),
+    *(("of each row", True, 5, 3), ("of marked rows", True, 5, 3)),
+)
 
 
 @pytest.mark.parametrize(("mask", "by_row", "rows", "chunks"), CASES)
 def test_chunks_of_the_batch_have_the_bits_of_a_loop(mask, by_row, rows, chunks):
-    batch = rows if mask == "of each row" else None
+    batch = None if mask == "of all rows" else rows
     model, x = Model(Layer(block_mask(batch, rows), by_row)), torch.randn(rows, S, WIDTH)
     loop = copy.deepcopy(model)
     loop.layers[0] = Loop(loop.layers[0], chunks, batch)
     want = results(loop, loop, x)
-    mark(x, 0, chunks)
+    lists = model.layers[0].mask.as_tuple() if mask == "of marked rows" else ()
+    for tensor in (x, *(one for one in lists if isinstance(one, Tensor))):
+        mark(tensor, 0, chunks)
     reports, rows_of_lists = [], []
 
     def rewrite(gm: torch.fx.GraphModule) -> None:

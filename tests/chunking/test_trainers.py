@@ -80,6 +80,21 @@ class Model(nn.Module):
         return x
 
 
+class Counted(Model):
+    """Layers that read how often the model was called, which it counts outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__(Plain())
+        self.register_buffer("count", torch.ones(()))
+        self.layers[0].register_buffer("count", self.count)
+        self.layers[0].register_forward_pre_hook(lambda layer, args: args[0] + layer.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.count.add_(1)
+        return out
+
+
 class Tied(nn.Module):
     """An embedding, a layer and a head with the embedding's weight, in one region."""
 
@@ -122,6 +137,7 @@ def shared() -> Model:
 MODELS = {
     "a parameter of three layers": (shared, "seq", 3),
     "a layer called three times": (lambda: Model(Plain(), calls=3), "seq", 2),
+    "a counter of calls": (Counted, "seq", 2),
     "torch's attention": (lambda: Model(Block(torch_attention=True)), "batch", 2),
 }
 
@@ -381,7 +397,7 @@ def test_a_report_has_the_graph_before_and_after():
     assert "torch.ops" not in repr(report)
 
 
-class Counted(Plain):
+class Placed(Plain):
     """A layer that makes the positions of its rows itself, or reads the first rows of a table."""
 
     def __init__(self, reads_table: bool) -> None:
@@ -400,7 +416,7 @@ class Counted(Plain):
 def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warning(reads_table, dim):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert_bits_of_eager(Model(Counted(reads_table)), dim)
+        assert_bits_of_eager(Model(Placed(reads_table)), dim)
     place_warnings = [one for one in caught if "first ones, not those of its place" in str(one.message)]
     assert {one.filename for one in place_warnings} == ({__file__} if dim == "seq" else set())
     assert all(("slice" if reads_table else "arange") in str(one.message) for one in place_warnings)
