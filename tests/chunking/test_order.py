@@ -1,6 +1,5 @@
 """Tests of the order: dependencies, memory and determinism."""
 
-import os
 import random
 import re
 
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.chunking.graphs import ATEN, UNIT, Builder, names
-from tests.command_process import run_code
 from tritoncp.chunking import order, predict_timeline
 from tritoncp.chunking.streams.node_order import CostedGraph
 from tritoncp.chunking.streams.storages import Storages, dependencies_of, has_effect
@@ -167,22 +165,3 @@ def test_the_order_as_written_stays_where_no_other_fits():
     with pytest.raises(ValueError, match="pass memory="):
         order(gm, UNIT, 150)
     assert names(gm) == written
-
-
-DIGEST = """
-from tests.chunking.test_order import random_graph
-from tests.chunking.graphs import UNIT, names
-from tritoncp.chunking import order
-gm = random_graph(7, 40)
-order(gm, UNIT)
-print(*names(gm))
-"""
-
-
-@pytest.mark.long
-def test_two_processes_derive_one_order():
-    seed = "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"
-    gm = random_graph(7, 40)
-    written = names(gm)
-    order(gm, UNIT)
-    assert names(gm) == run_code(DIGEST, PYTHONHASHSEED=seed).split() != written

@@ -70,7 +70,7 @@ class Cut:
     joined:  copied node with users outside -> how its chunks become one value: "cat", "sum" or "chain"
     """
 
-    def __init__(self, graph: Graph, region: str, dim: str, chunks: int, early: bool, repeat: bool) -> None:
+    def __init__(self, graph: Graph, region: str, dim: str, chunks: int, repeat: bool) -> None:
         self.graph, self.dim, self.repeat = graph, dim, repeat
         self.inside = regions_of(graph, region)
         self._check_passes(region)
@@ -87,8 +87,7 @@ class Cut:
         self.chained = self._new_values()
         self.copied = self._dependents()
         self._warn_of_first_rows()
-        if early:
-            self._share_reductions()
+        self._share_reductions()
         self._check_copied(self._check_op)
         self.joined = {node: self._kind_of_join(node) for node in self.inside if self._has_other_users(node)}
         self._check_copied(self._check_inputs)

@@ -32,13 +32,11 @@ class Pass(CustomGraphPass):
         *,
         dim: str,
         chunks: int = 2,
-        early: bool = True,
         needs: Tensor | None = None,
         repeat: bool = False,
     ) -> None:
         self.region = region
-        self.options: dict[str, Any] = {"dim": dim, "chunks": chunks, "early": early}
-        self.options |= {"needs": needs, "repeat": repeat}
+        self.options: dict[str, Any] = {"dim": dim, "chunks": chunks, "needs": needs, "repeat": repeat}
         self.reports: list[Report] = []
 
     def __call__(self, graph: Graph) -> None:

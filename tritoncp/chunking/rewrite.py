@@ -32,7 +32,6 @@ def chunk(
     *,
     dim: str,
     chunks: int = 2,
-    early: bool = True,
     needs: Tensor | None = None,
     repeat: bool = False,
 ) -> Report:
@@ -41,21 +40,20 @@ def chunk(
     gm: a joint graph of AOTAutograd or a forward graph, whose nodes have ``nn_module_stack``; it is edited.
     region: paths of modules, with * for any name; "" for the whole graph
     dim: "batch" or "seq", whose size is a symbol (:func:`tritoncp.chunking.mark`)
-    early: gradients of parameters that are cast are summed over chunks before the cast back, or before they
-    are reduced between ranks
     needs: ``plan.needs(chunks)`` of every mask that the graph will run with; None: of the masks that the
     graph shows, and all keys for others
     repeat: have each chunk exchange the keys of its attention between ranks again. Without it, chunks of the
     sequence share one exchange a pass under the schedules "allgather" and "fetch", for a tritoncp.Plan that
     the graph shows, and other attention between ranks is refused
 
-    Results are those of :class:`tritoncp.chunking.Eager`. Raises ChunkingError, a ValueError, for a graph
+    Results are those of :class:`tritoncp.chunking.Eager`, except that gradients of parameters are summed over
+    chunks before they are cast back or reduced between ranks. Raises ChunkingError, a ValueError, for a graph
     that cannot be cut, which stays as it was.
     """
     graph = gm if isinstance(gm, Graph) else gm.graph
     if dim not in ("batch", "seq") or chunks < 2:
         raise ChunkingError(f'dim={dim!r}, chunks={chunks}: pass dim="batch" or "seq", and 2 chunks or more')
-    cut = Cut(graph, region, dim, chunks, early, repeat)
+    cut = Cut(graph, region, dim, chunks, repeat)
     keys = attention.Keys(cut, needs)
     report = _report(cut, keys)
     report.before = readable(graph, "before")

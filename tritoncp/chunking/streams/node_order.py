@@ -30,7 +30,7 @@ MEMORY_SHARES = (1.0, 0.96, 0.9, 0.0)
 class Order:
     """The result of :func:`order`: predicted timelines before and after, and the order that was chosen.
 
-    variant: "as written", or "list schedule" with the limit of memory that it ran under
+    variant: "as written" or "list schedule"
     """
 
     before: Timeline
@@ -81,29 +81,19 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
         :func:`tritoncp.chunking.streams.timeline.predict_timeline`
     """
     graph = CostedGraph(gm, hardware)
-
-    def run(nodes: list[Node]) -> Timeline:
-        return replay(nodes, graph.costs, graph.storages, hardware, boxed)
-
-    before = run(graph.nodes)
-    variants = {"as written": (graph.nodes, before)}
-    limits: dict[str, int | None] = {"list schedule": None}
-    if memory is not None:
-        limits = {f"list schedule, {share:.0%} of the memory": int(share * memory) for share in MEMORY_SHARES}
-    for name, limit in limits.items():
-        nodes = ListSchedule(graph, limit, boxed).nodes()
-        variants[name] = nodes, run(nodes)
-    fitting = {name: one for name, one in variants.items() if memory is None or one[1].peak <= memory}
+    limits = [None] if memory is None else [int(share * memory) for share in MEMORY_SHARES]
+    orders = [graph.nodes, *(ListSchedule(graph, limit, boxed).nodes() for limit in limits)]
+    runs = [replay(nodes, graph.costs, graph.storages, boxed) for nodes in orders]
+    fitting = [at for at, run in enumerate(runs) if memory is None or run.peak <= memory]
     if not fitting:
-        least = min(after.peak for _, after in variants.values())
+        least = min(run.peak for run in runs)
         raise ValueError(
-            f"memory={memory}: the graph needs {before.peak} bytes in its present order, and at least "
+            f"memory={memory}: the graph needs {runs[0].peak} bytes in its present order, and at least "
             f"{least} in all others that were tried; pass memory={least} or more"
         )
-    name = min(fitting, key=lambda name: (_rounded(fitting[name][1].makespan), fitting[name][1].peak))
-    nodes, after = fitting[name]
-    _reorder(gm, nodes)
-    return Order(before, after, name)
+    best = min(fitting, key=lambda at: (_rounded(runs[at].makespan), runs[at].peak))
+    _reorder(gm, orders[best])
+    return Order(runs[0], runs[best], "list schedule" if best else "as written")
 
 
 def _rounded(seconds: float) -> float:

@@ -202,8 +202,7 @@ class LiveBytes:
     def __init__(self, storages: Storages, boxed: bool) -> None:
         self.storages, self.boxed = storages, boxed
         self.users = Counter(itertools.chain(*storages.uses.values()))  # number of users still to run
-        self.live = self.peak = self.step = 0  # bytes now, their maximum, and bytes during the last node
-        self.peak_node = ""
+        self.live = self.peak = 0  # bytes now, and their maximum
 
     def during(self, node: Node) -> int:
         """Return the bytes live during a node, if it is run next."""
@@ -219,9 +218,7 @@ class LiveBytes:
 
     def run(self, node: Node) -> None:
         """Run a node: allocate its storages, then free those of which it is the last user."""
-        self.step = self.during(node)
-        if self.step > self.peak:
-            self.peak, self.peak_node = self.step, node.name
+        self.peak = max(self.peak, self.during(node))
         self.live = self.after(node)
         self.users.subtract(self.storages.uses[node])
 

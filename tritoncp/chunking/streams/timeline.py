@@ -30,7 +30,6 @@ class Span:
     name:  the node's name
     kind:  "product", "attention", "memory", "message", as in :class:`NodeCost`; "wait": computation waits
     chunk: (region, index) of the node's chunk, None for nodes of no chunk
-    live:  bytes live during the node
     """
 
     name: str
@@ -38,7 +37,6 @@ class Span:
     start: float
     end: float
     chunk: tuple[Any, int] | None
-    live: int
 
     @property
     def stream(self) -> str:
@@ -54,15 +52,11 @@ class Span:
 class Timeline:
     """The predicted timeline of a graph: spans of both streams in the order of the nodes.
 
-    peak:      maximum of live bytes, inputs included
-    peak_node: name of the node with this maximum
-    hardware:  the speeds from which times were predicted
+    peak: maximum of live bytes, inputs included
     """
 
     spans: tuple[Span, ...]
     peak: int
-    peak_node: str
-    hardware: Hardware
 
     @property
     def makespan(self) -> float:
@@ -166,12 +160,10 @@ def predict_timeline(gm: GraphModule, hardware: Hardware, *, boxed: bool = False
     boxed: the graph frees its inputs after their last user, as compiled backward passes do with saved
         tensors; else inputs live to the end
     """
-    return replay(list(gm.graph.nodes), node_costs(gm, hardware), Storages(gm), hardware, boxed)
+    return replay(list(gm.graph.nodes), node_costs(gm, hardware), Storages(gm), boxed)
 
 
-def replay(
-    nodes: list[Node], costs: dict[Node, NodeCost], storages: Storages, hardware: Hardware, boxed: bool
-) -> Timeline:
+def replay(nodes: list[Node], costs: dict[Node, NodeCost], storages: Storages, boxed: bool) -> Timeline:
     """Predict the timeline of nodes in some order, from their costs and storages."""
     clock, memory, spans = StreamClock(costs, storages), LiveBytes(storages, boxed), []
     for node in nodes:
@@ -179,10 +171,10 @@ def replay(
         start, end = clock.run(node)
         memory.run(node)
         if kind != "message" and start > free:
-            spans.append(Span(node.name, "wait", free, start, chunk, memory.step))
+            spans.append(Span(node.name, "wait", free, start, chunk))
         if end > start:
-            spans.append(Span(node.name, kind, start, end, chunk, memory.step))
-    return Timeline(tuple(spans), memory.peak, memory.peak_node, hardware)
+            spans.append(Span(node.name, kind, start, end, chunk))
+    return Timeline(tuple(spans), memory.peak)
 
 
 def chunk_of(node: Node) -> tuple[Any, int] | None:
