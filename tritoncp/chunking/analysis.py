@@ -285,7 +285,14 @@ class Cut:
         if attention.is_attention(node):
             return attention.fault(node, self)
         if torch_attention.is_torch_attention(node):
-            return torch_attention.torch_attention_fault(node, self)
+            if self.dim == "seq":
+                return (
+                    "is torch's flex attention, which cannot be cut by sequence: call "
+                    'tritoncp.flex_attention in the region, or pass dim="batch"'
+                )
+            args: Any = node.args
+            learned = node.meta["val"][3] if node.target is torch_attention.backward_op else ()
+            return attention.fault_of_inputs(self, args[1:3], learned)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return (
                 f"is the higher-order op {node.target.name()}, whose function may mix rows (only torch's "

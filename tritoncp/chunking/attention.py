@@ -4,6 +4,7 @@ reads."""
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import SymInt, Tensor
@@ -73,13 +74,25 @@ def fault(node: Node, cut: Any) -> str:
     if dict(spec.options).get("invariant"):
         return "has the kernel option invariant=True, which holds for whole calls alone: omit the option"
     if spec.world and cut.dim == "seq" and not cut.repeat and not shares_keys(node, cut):
-        return f"exchanges keys between ranks{_sharing_fault(node, cut)}"
+        plan, names = plan_between_ranks(node), " or ".join(map(repr, shared_keys.SCHEDULES))
+        known = f"the schedule {plan.schedule!r}" if plan else "a schedule that is not known in the graph"
+        return (
+            f"exchanges keys between ranks by {known}: chunks share one exchange by a tritoncp.Plan of the "
+            f"schedule {names}, of keys that are cut along with the queries; pass such a plan, or "
+            "repeat=True to have each chunk exchange its keys again"
+        )
     captures = argument(node, "captures")
-    if any(cut.carries(captures[i]) for i in spec.wants):
+    return fault_of_inputs(cut, keys_of(node), [captures[i].meta["val"] for i in spec.wants])
+
+
+def fault_of_inputs(cut: Any, keys: Iterable[Node], learned: Any) -> str:
+    """Return why an attention with these keys, and these values of captures that require grad, cannot be cut,
+    "" if it can."""
+    if cut.sizes.holds(learned):
         return (
             "has a capture that has the size that is cut and requires grad: detach it, or cut the other dim"
         )
-    if cut.dim == "batch" and not all(map(cut.carries, keys_of(node))):
+    if cut.dim == "batch" and not all(map(cut.carries, keys)):
         return "has keys without the batch dimension that is cut: expand them to the batch"
     return ""
 
@@ -100,22 +113,6 @@ def plan_between_ranks(node: Node) -> Plan | None:
         return None
     with fresh_dispatch():
         return known_plan(argument(node, "plan"))
-
-
-def _sharing_fault(node: Node, cut: Any) -> str:
-    """Return why chunks cannot share an exchange of keys between ranks, with the remedy."""
-    plan = plan_between_ranks(node)
-    if plan is None:
-        reason = "by a schedule that is not known in the graph; pass a tritoncp.Plan of a schedule that does"
-    elif plan.schedule in shared_keys.SCHEDULES:
-        reason = "and they are not cut along with the queries; pass keys of the same sequence"
-    else:
-        reason = f"by the schedule {plan.schedule!r}; make the plan with a schedule that does"
-    names = " or ".join(map(repr, shared_keys.SCHEDULES))
-    return (
-        f" {reason} ({names}: chunks share one exchange), or pass repeat=True to have each chunk "
-        "exchange its keys again"
-    )
 
 
 def item_of(node: Node) -> tuple[Node, int] | None:

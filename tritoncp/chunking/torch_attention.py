@@ -33,23 +33,6 @@ def captures(node: Node) -> set[Node]:
     return {x for place in (SCORE_CAPTURES, MASK_CAPTURES) for x in args[place] if isinstance(x, Node)}
 
 
-def torch_attention_fault(node: Node, cut: Any) -> str:
-    """Return why an attention node cannot be cut, "" if it can."""
-    args: Any = node.args
-    if cut.dim == "seq":
-        return (
-            "is torch's flex attention, which cannot be cut by sequence: call tritoncp.flex_attention in the "
-            'region, or pass dim="batch"'
-        )
-    if not all(map(cut.carries, args[1:3])):
-        return "has keys without the batch dimension that is cut: expand them to the batch"
-    if node.target is backward_op and cut.sizes.holds(node.meta["val"][3]):
-        return (
-            "has a capture that has the size that is cut and requires grad: detach it, or cut the other dim"
-        )
-    return ""
-
-
 def chunk_arguments(rewrite: Any, node: Node, c: int) -> tuple[Any, ...]:
     """Return the arguments of the attention of chunk c."""
     own: Any = node.args
