@@ -105,12 +105,9 @@ class Mod:
             raise self.fn.error.with_traceback(None)
         return self
 
-    def caps(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
-        """Return the `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then numbers.
-
-        tensors: replace the captured ones, as tensors that an autograd function saved or copies on a device
-        """
-        return arguments(self.tensors if tensors is None else tensors, self.numbers)
+    def caps(self) -> tuple[Any, ...]:
+        """Return the `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then numbers."""
+        return arguments(self.tensors, self.numbers)
 
     @classmethod
     def from_triton(
@@ -236,34 +233,27 @@ def mask_mod(fn: Callable[..., Any] | JITFunction | Mod) -> Mod:
     >>> print(mask_mod(lambda b, h, q, kv: q >= kv).source.splitlines()[-1].strip())
     return at_least
     """
-    return _translate_whole(fn, 4, torch.float32).check_kernels()
+    return _translate_whole(fn, 4, torch.float32)
 
 
 @host_only
-def score_mod(
-    fn: Callable[..., Any] | JITFunction | Mod, dtype: torch.dtype = torch.float32, kernels: bool = True
-) -> Mod:
+def score_mod(fn: Callable[..., Any] | JITFunction | Mod, dtype: torch.dtype = torch.float32) -> Mod:
     """Translate `fn(score, b, h, q_idx, kv_idx) -> score`, a torch score_mod, and its gradient to Triton.
 
     dtype: of scores in the kernel, float32 or float64. Captured float tensors that require grad get
     gradients.
-    kernels: raise Untranslatable for an operation without a translation; if False, such a Mod runs in torch
-        alone, and `Mod.check_kernels` raises. Operations that cannot be traced always raise.
 
-    >>> mod = score_mod(lambda s, b, h, q, kv: s + (q * torch.ones(999)).median(), kernels=False)
-    >>> float(mod(torch.tensor(1.0), *torch.tensor([0, 0, 5, 0])))
-    6.0
+    Raises Untranslatable, with the operation and its line, if an operation cannot run inside a kernel.
     """
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"scores are float32 or float64 inside kernels; score_mod() was given dtype={dtype}")
-    mod = _translate_whole(fn, 5, dtype)
-    return mod.check_kernels() if kernels else mod
+    return _translate_whole(fn, 5, dtype)
 
 
 def _translate_whole(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype: torch.dtype) -> Mod:
-    """Return the Mod of :func:`translate` with its captured tensors."""
+    """Return the Mod of :func:`translate` with its captured tensors, if kernels can run it."""
     mod, tensors = translate(fn, arguments, dtype)
-    return mod.with_captures(tensors, mod.numbers) if tensors else mod
+    return (mod.with_captures(tensors, mod.numbers) if tensors else mod).check_kernels()
 
 
 def translate(

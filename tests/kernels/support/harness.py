@@ -18,6 +18,7 @@ from tritoncp.core.upload import upload
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import State
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.mods.mod import arguments
 from tritoncp.ops.engine_factory import kernel_mods
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
@@ -186,7 +187,8 @@ def engine_of(
     """An engine with these mods, without gradients of the score_mod's captures."""
     mask = mask_mod and mods.mask_mod(mask_mod)
     score = score_mod and mods.score_mod(score_mod, F64 if x.q.dtype == F64 else F32)
-    bound = kernel_mods(mask, score, score.caps(upload(score.tensors, x.q.device)) if score else ())
+    caps = arguments(upload(score.tensors, x.q.device), score.numbers) if score else ()
+    bound = kernel_mods(mask, score, caps)
     return TritonEngine(bound, 1 / math.sqrt(x.q.shape[3]), options)
 
 

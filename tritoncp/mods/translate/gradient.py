@@ -256,15 +256,6 @@ def _permute(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
     return _map_indices(value, tuple(value.shape[i] for i in order), lambda i: (i[d] for d in order))
 
 
-def _expand(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
-    _check_shape(node, inputs[0])
-    return inputs[0]
-
-
-def _identity(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
-    return inputs[0]
-
-
 RULES: dict[str, Callable[..., Any]] = {
     "index_put": _index_put,
     "select_backward": _select_backward,
@@ -272,7 +263,4 @@ RULES: dict[str, Callable[..., Any]] = {
     "add": _add,
     "sum": _sum,
     "permute": _permute,
-    "expand": _expand,
-} | dict.fromkeys(("view", "_unsafe_view", "squeeze", "unsqueeze"), _view) | dict.fromkeys(
-    ("clone", "detach", "alias"), _identity
-)  # fmt: skip
+} | dict.fromkeys(("view", "_unsafe_view", "squeeze", "unsqueeze"), _view)

@@ -85,15 +85,6 @@ def _bitwise_rule(symbol: str, hint: str) -> Rule:
     return _two_operands(hint, interval=integer_ranges.bits, ints=text, bools=text)
 
 
-def truth(block: Block, value: Scalar) -> Scalar:
-    """Emit value != 0; a bool is returned unchanged."""
-    return (
-        constant(bool(value.const), torch.bool)
-        if value.const is not None
-        else block.convert(value, torch.bool)
-    )
-
-
 def _comparison_rule(symbol: str, hint: str) -> Rule:
     def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
         a, b = _convert_all(block, dtype, (a, b))
@@ -189,20 +180,11 @@ BINARY: dict[str, Rule] = {
     "mul": _two_operands("product", "{x} * {y}", integer_ranges.mul, bools="{a} & {b}"),
     "div": _divide,
     "div_floor": _FLOOR_DIVIDE,
-    "div_trunc": _two_operands(
-        "quotient",
-        "libdevice.trunc({a} / {b})",
-        integer_ranges.trunc_div,
-        "trunc_div({a}, {b})",
-        naturals="{x} // {y}",
-    ),
     "floor_divide": _FLOOR_DIVIDE,
     "remainder": _two_operands(
         "rest", "remainder({a}, {b})", integer_ranges.remainder, "floor_mod({a}, {b})", naturals="{x} % {y}"
     ),
-    "fmod": _two_operands(
-        "rest", "libdevice.fmod({a}, {b})", integer_ranges.fmod, "trunc_mod({a}, {b})", naturals="{x} % {y}"
-    ),
+    "fmod": _two_operands("rest", "libdevice.fmod({a}, {b})"),
     "maximum": _extreme_rule("maximum", integer_ranges.maximum, "{a} | {b}"),
     "minimum": _extreme_rule("minimum", integer_ranges.minimum, "{a} & {b}"),
     "copysign": _two_operands("signed", "libdevice.copysign({a}, {b})"),
@@ -301,7 +283,7 @@ UNARY: dict[str, Rule] = {
 
 def where(block: Block, dtype: torch.dtype, condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
     """Emit torch.where(condition, a, b) with the result dtype `dtype`."""
-    condition = truth(block, condition)
+    condition = block.convert(condition, torch.bool)
     a, b = block.convert(a, dtype), block.convert(b, dtype)
     rep, interval = TRITON_NAME[dtype], None
     if not dtype.is_floating_point and a.range is not None and b.range is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from tritoncp.mods.translate.index_maps import check_length, constant_index, shift
-from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, truth, where
+from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, where
 from tritoncp.mods.translate.symbolic import (
     Block,
     Indices,
@@ -35,29 +35,25 @@ Fold = Callable[[Block, torch.dtype, list[Scalar]], Scalar]
 # -- reductions ------------------------------------------------------------------------------------------
 
 
-def _fold(step: Callable[[Block, torch.dtype, Scalar, Scalar], Scalar], exact: bool = False) -> Fold:
-    """Make a fold from the first to the last element, in float32 for half precisions (as torch) unless
-    exact."""
+def _fold(name: str, dtype: torch.dtype | None = None) -> Fold:
+    """Make a fold by a binary operation from the first to the last element, in ``dtype``, or in that of the
+    result; half precisions in float32, as in torch."""
 
-    def fold(block: Block, dtype: torch.dtype, elements: list[Scalar]) -> Scalar:
-        wide = torch.float32 if dtype.itemsize == 2 and dtype.is_floating_point and not exact else dtype
+    def fold(block: Block, result: torch.dtype, elements: list[Scalar]) -> Scalar:
+        wide = torch.float32 if result.itemsize == 2 and result.is_floating_point else dtype or result
         values = (block.convert(e, wide) for e in elements)
-        return block.convert(functools.reduce(lambda a, b: step(block, wide, a, b), values), dtype)
+        return block.convert(functools.reduce(lambda a, b: BINARY[name](block, wide, a, b), values), result)
 
     return fold
 
 
 _FOLDS: dict[str, Fold] = {
-    "sum": _fold(lambda *a: BINARY["add"](*a)),
-    "prod": _fold(lambda *a: BINARY["mul"](*a)),
-    "amax": _fold(lambda *a: BINARY["maximum"](*a), exact=True),
-    "amin": _fold(lambda *a: BINARY["minimum"](*a), exact=True),
-    "any": _fold(
-        lambda block, dtype, a, b: BINARY["bitwise_or"](block, torch.bool, truth(block, a), truth(block, b))
-    ),
-    "all": _fold(
-        lambda block, dtype, a, b: BINARY["bitwise_and"](block, torch.bool, truth(block, a), truth(block, b))
-    ),
+    "sum": _fold("add"),
+    "prod": _fold("mul"),
+    "amax": _fold("maximum"),
+    "amin": _fold("minimum"),
+    "any": _fold("bitwise_or", torch.bool),
+    "all": _fold("bitwise_and", torch.bool),
 }
 
 

@@ -1,9 +1,9 @@
 """Tracing of a mask_mod or score_mod to a torch graph for one pair of query and key.
 
-The function runs on 0-d fake tensors (score, b, h, q_idx, kv_idx) under `make_fx`. The result is an aten
-graph whose inputs are these five, then all captured tensors in order of first use, then the captured numbers
-that may change without a change of the graph. Under torch's private `TransformGetItemToIndex` an index by a
-0-d tensor is traced as a gather.
+The function runs on 0-d fake tensors (score, b, h, q_idx, kv_idx), and `core.tracing.GraphRecorder` records
+it. The result is an aten graph whose inputs are these five, then all captured tensors in order of first use,
+then the captured numbers that may change without a change of the graph. Under `core.tracing.TensorIndexing`
+an index by a 0-d tensor is traced as a gather.
 """
 
 from __future__ import annotations

@@ -21,20 +21,8 @@ def flag(condition):
 
 
 @triton.jit
-def trunc_div(a, b):
-    """Integer division, rounded towards zero; an unspecified value, not a trap, for a division by zero."""
-    return a // tl.where(b == 0, 1, b)
-
-
-@triton.jit
-def trunc_mod(a, b):
-    """torch.fmod of integers; the result has the sign of a."""
-    return a % tl.where(b == 0, 1, b)
-
-
-@triton.jit
 def floor_mod(a, b):
-    """torch.remainder of integers; the result has the sign of b."""
+    """torch.remainder of integers, with the sign of b; an unspecified value, not a trap, for b = 0."""
     b = tl.where(b == 0, 1, b)
     r = a % b
     return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
