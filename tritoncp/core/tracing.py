@@ -145,22 +145,11 @@ class WideGradients(torch.fx.Interpreter):
         self.dtype = dtype
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        out = super().run_node(n)
-        traced = n.meta.get("val")
-        if n.op != "call_function" or not isinstance(traced, Tensor) or not self._is_narrow(traced.dtype):
+        out, traced = super().run_node(n), n.meta.get("val")
+        if n.op != "call_function" or not isinstance(traced, Tensor):
             return out
-        return out.to(traced.dtype).to(self.dtype)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op with narrow dtype arguments replaced by the wide one; `run_node` rounds its result."""
-        args, kwargs = tree_map_only(torch.dtype, self._widened, (args, kwargs))
-        return super().call_function(target, args, kwargs)
-
-    def _widened(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if self._is_narrow(dtype) else dtype
-
-    def _is_narrow(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
+        is_narrow = traced.dtype.is_floating_point and traced.dtype.itemsize < self.dtype.itemsize
+        return out.to(traced.dtype).to(self.dtype) if is_narrow else out
 
 
 class GraphRecorder(TorchDispatchMode):

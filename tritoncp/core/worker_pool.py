@@ -46,7 +46,8 @@ class WorkerPool:
         method: str = "spawn",
         without: str = "",
     ) -> None:
-        self._jobs, self._timeout, self._without = jobs or count_cores(), timeout, without
+        self._jobs = jobs or len(os.sched_getaffinity(0))  # the cores that this process may use
+        self._timeout, self._without = timeout, without
         self._context: Any = get_context(method)
         self._arguments = function, setup
         self._idle: list[_Worker] = []
@@ -165,8 +166,3 @@ def _work(
             count += 1
         complete = count == len(cases)
     os._exit(0)  # a normal exit could wait for a device
-
-
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
