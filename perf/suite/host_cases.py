@@ -1,19 +1,16 @@
-"""Host cases, without a GPU: time and memory of masks and plans, Python time of a call, and the CPU engine.
+"""Host cases, without a GPU: times of masks and plans, Python time of a call, and the CPU engine.
 
 They are written, compared and displayed as attention cases. The device of their series is the CPU.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -183,11 +180,7 @@ def measure(case: HostCase, seconds: float) -> dict[str, dict[str, Any]]:
     """Measure all contenders of a case; return their figures."""
     makers = {"mask": _mask_contenders, "plan": _plan_contenders}.get(case.which, _call_contenders)(case)
     with cpu_engine() if case.which in CPU_PASSES else no_launches():
-        contenders = time_interleaved(makers, WallClock(), seconds, case.rounds)
-        peak = measure_growth(makers[OURS]())
-    if peak is not None:
-        contenders[OURS]["peak_bytes"] = peak
-    return contenders
+        return time_interleaved(makers, WallClock(), seconds, case.rounds)
 
 
 # -- contenders: functions that prepare one execution, by name
@@ -270,27 +263,3 @@ def no_launches() -> Iterator[None]:
 
     with mock.patch.object(Launch, "__call__", return_value=None):
         yield
-
-
-def measure_growth(run: Run) -> int | None:
-    """Measure the peak growth of this process, in bytes, while ``run`` runs; None except on Linux.
-
-    Python's tracemalloc does not count allocations of torch; the high-water mark of resident memory counts
-    all, once the allocator has returned its free memory.
-    """
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not reset.exists():
-        return None
-
-    def read_bytes(name: str) -> int:
-        lines = status.read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
-
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    reset.write_text("5")  # resets the high-water mark
-    initial = read_bytes("VmRSS")
-    result = run()
-    growth = max(0, read_bytes("VmHWM") - initial)
-    del result
-    return growth
