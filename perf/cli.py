@@ -138,7 +138,7 @@ def compare(
             first_run = ""
             sides = [points if last is None else comparing.newest(points, last) for points in sides]
             with input_errors():
-                comparison = _compare_sides(sides)
+                comparison = comparing.compare(*sides)
         result = gate.judge(comparison, fail_over, allow_missing, required, first_run)
     except (InputError, NothingMeasured) as error:
         if as_json:
@@ -163,18 +163,8 @@ def compare(
     else:
         _print_comparison(result)
     if result.exit_code == NOTHING_MEASURED:
-        raise NothingMeasured("every case fails on both sides: nothing is compared")
+        raise NothingMeasured(f"{result.reasons[0].text}: nothing is compared")
     sys.exit(result.exit_code)
-
-
-def _compare_sides(sides: Sequence[list[Point]]) -> comparing.Comparison:
-    """Compare two sides, which need to have a case in common."""
-    comparison = comparing.compare(sides[0], sides[1])
-    if not comparison.rows:
-        raise NothingMeasured(
-            "the sides have no case in common: nothing is compared. " + comparing.summary(comparison, None)
-        )
-    return comparison
 
 
 def _read_side(word: str, history: Path, allow_empty: bool = False) -> list[Point]:

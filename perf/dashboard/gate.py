@@ -90,11 +90,10 @@ def judge(
     """Judge a comparison. required: patterns of cases that have to have a time after, and may not be missing
     even if others may; first_run: why nothing needs to be compared"""
     reasons = [*_row_reasons(comparison, limit), *_absence_reasons(comparison, allow_missing, required)]
-    if reasons:
-        code = REGRESSION
-    else:
-        code = NOTHING_MEASURED if comparison.empty and not first_run else FINE
-        reasons = [Reason("nothing compared", "", "every case fails on both sides")] if code else []
+    code = REGRESSION if reasons else FINE
+    if not first_run and (not comparison.rows or (comparison.empty and not reasons)):
+        why = "every case fails on both sides" if comparison.rows else "the sides have no case in common"
+        code, reasons = NOTHING_MEASURED, [Reason("nothing compared", "", why)]
     return Gate(comparison, limit, reasons, code, first_run)
 
 

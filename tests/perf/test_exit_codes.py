@@ -120,7 +120,7 @@ def test_json_of_a_comparison_without_its_packages_is_a_verdict(files, monkeypat
     def refuse(*_: object, **__: object) -> None:
         raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
 
-    monkeypatch.setattr("tritoncp.perf.cli._compare_sides", refuse)
+    monkeypatch.setattr("tritoncp.perf.dashboard.compare.compare", refuse)
     result = perf("compare", files["base"], files["less"], "--json")
     assert (
         result.exit_code == 2 and '"verdict": "bad input"' in result.output and "pip install" in result.output
