@@ -32,10 +32,12 @@ def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> None:
     """Simulate Hopper GPUs, without NCCL, and that TRITON_PTXAS_PATH names a ptxas of this
     version."""
     monkeypatch.setattr(doctor, "nccl_version", lambda: None)
-    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=1 << 37)
+    name = "NVIDIA H200"  # torch gives it as gcnArchName too, except on AMD
+    properties = SimpleNamespace(name=name, gcnArchName=name, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     if ptxas:
@@ -92,7 +94,7 @@ def test_doctor_reports_a_path_without_a_ptxas(monkeypatch, tmp_path):
     assert report["ptxas"]["sm_90"]["origin"] == "bundled with Triton"
     assert f"TRITON_PTXAS_PATH={missing}: this ptxas does not run" in report["advice"][0]
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    amd = SimpleNamespace(name="MI300X", gcnArchName="gfx942", total_memory=1 << 37)
+    amd = SimpleNamespace(name="MI300X", gcnArchName="gfx942:sramecc+", total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: amd)
     assert "not for gfx942" in doctor.examine()["ptxas"]["gfx942"]["why"]
 

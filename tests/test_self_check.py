@@ -228,7 +228,7 @@ def test_without_numpy_the_error_names_the_package(monkeypatch):
 def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch):
     """Interpreted kernels beside a GPU: the check would pass without testing the GPU."""
     gpu = {"index": 0, "name": "NVIDIA H200", "architecture": "sm_90", "memory_gib": 139.8}
-    monkeypatch.setattr(doctor, "devices", lambda: [gpu | {"shared_memory_bytes": 232448}])
+    monkeypatch.setattr(doctor, "devices", lambda: [gpu])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     done = CliRunner().invoke(main, ["check"])
     assert done.exit_code == 1

@@ -79,14 +79,13 @@ def devices() -> list[dict[str, Any]]:
     """Describe the GPUs of this process."""
     import torch
 
+    from tritoncp.kernels.tile_rules import architecture
+
     gpus = []
     for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
         properties = torch.cuda.get_device_properties(index)
-        name = getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
-        memory = round(properties.total_memory / 2**30, 1)
-        shared = getattr(properties, "shared_memory_per_block_optin", None)
-        gpus.append({"index": index, "name": properties.name, "architecture": name, "memory_gib": memory})
-        gpus[-1]["shared_memory_bytes"] = shared
+        arch, memory = architecture(torch.device("cuda", index)), round(properties.total_memory / 2**30, 1)
+        gpus.append({"index": index, "name": properties.name, "architecture": arch, "memory_gib": memory})
     return gpus
 
 
