@@ -11,8 +11,7 @@ from pathlib import Path
 
 import click
 
-from tritoncp.command_base import OutputFile
-from tritoncp.perf.console import make_console
+from tritoncp.command_base import OutputFile, make_console
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard import gate
 from tritoncp.perf.exit_codes import (

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tritoncp.command_base import make_console
 from tritoncp.core.checked_json import parse_json
 from tritoncp.core.paths import slug
-from tritoncp.perf.console import make_console
 from tritoncp.perf.exit_codes import (
     FINE,
     INTERRUPTED,

@@ -1,9 +1,10 @@
-"""Option types of all commands; errors become messages. Loads neither torch nor Triton."""
+"""Option types and console of all commands; errors become messages. Loads neither torch nor Triton."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tritoncp.core.environment import DEBUG
 
 INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 JOBS = click.IntRange(1, 1024)  # processes that compile at a time
+PIPE_WIDTH = 10_000  # columns if the output is not a terminal
 
 
 @contextlib.contextmanager
@@ -95,3 +97,12 @@ def make_output_folder(path: Path) -> None:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise OSError(f"nothing can be written to {str(path)!r}: {error.strerror}") from error
+
+
+def make_console(stderr: bool = False, **options: Any) -> Any:
+    """Make a rich console with these options; in a pipe or a file its tables are as wide as their text, so
+    that no cell is cut."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else PIPE_WIDTH, **options)

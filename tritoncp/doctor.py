@@ -13,12 +13,12 @@ from typing import Any
 import click
 
 from tritoncp._version import __version__
+from tritoncp.command_base import make_console
 from tritoncp.core import environment
 from tritoncp.core.cpu_target import cpu_target
 from tritoncp.core.versions import NEWEST_TESTED, OLDEST, installed_version, list_untested, minor_of
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
-from tritoncp.perf.console import make_console
 
 INTERPRETED = "the Triton kernels, interpreted (slow, exact, for tests)"
 CPU_ENGINE = "the CPU engine, plain torch (TRITON_INTERPRET=1 runs the kernels interpreted instead)"

@@ -81,11 +81,6 @@ class Comparison(NamedTuple):
         logs = [math.log(row.ratio) for row in self.rows if row.ratio]
         return math.exp(statistics.fmean(logs)) if logs else None
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is no comparison: no common case, or all fail on both sides."""
-        return all(row.before is None and row.after is None for row in self.rows)
-
 
 def compare(before: Sequence[Point], after: Sequence[Point]) -> Comparison:
     """Compare the common cases of two sides on equal series; if the sides have no common series, on any.

@@ -91,7 +91,8 @@ def judge(
     even if others may; first_run: why nothing needs to be compared"""
     reasons = [*_row_reasons(comparison, limit), *_absence_reasons(comparison, allow_missing, required)]
     code = REGRESSION if reasons else FINE
-    if not first_run and (not comparison.rows or (comparison.empty and not reasons)):
+    fails = all(row.before is None and row.after is None for row in comparison.rows)
+    if not first_run and (not comparison.rows or (fails and not reasons)):
         why = "every case fails on both sides" if comparison.rows else "the sides have no case in common"
         code, reasons = NOTHING_MEASURED, [Reason("nothing compared", "", why)]
     return Gate(comparison, limit, reasons, code, first_run)

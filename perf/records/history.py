@@ -153,14 +153,10 @@ def variant(options: Mapping[str, Any]) -> str:
     return " ".join([OURS, *(f"{name}={value}" for name, value in options.items())])
 
 
-class DiskFull(InputError):
-    """Raised if a line could not be written completely; earlier lines are complete."""
-
-
 def append(path: Path, line: dict[str, Any]) -> None:
     """Append one line to a file atomically, under a lock against concurrent writers.
 
-    An incomplete line of an earlier writer is ended first. Raises DiskFull if there is no space.
+    An incomplete line of an earlier writer is ended first. Raises InputError if there is no space.
     """
     text = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     file, num_written = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644), 0
@@ -174,7 +170,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
     except OSError as error:
         if num_written:
             os.ftruncate(file, size)
-        raise DiskFull(
+        raise InputError(
             f"{path}: {error.strerror}. All earlier lines are complete; make room (or name another file with "
             "--out) and run again with --resume"
         ) from error
@@ -285,7 +281,7 @@ class Journal:
         self.progress.show(f"{case:<32} left out: the time budget is used up", measured=True)
 
     def point(self, case: str, contenders: dict[str, dict[str, Any]], **parts: Any) -> None:
-        """Write the figures of a case. Raises DiskFull."""
+        """Write the figures of a case. Raises InputError if there is no space."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         point = Point(self.run, now, case, self.series, self.env, contenders, **parts)
         self.points.append(point)

@@ -44,7 +44,7 @@ OUTSIDE = {  # packages that a layer may import, besides the standard library
     "ops": {"torch", "filelock", "platformdirs", "rich"},
     "api": {"torch", "rich"},
     "chunking": {"torch", "sympy"},
-    "command_base": {"click"},
+    "command_base": {"click", "rich"},
     "perf": {"torch", "triton", "click", "rich", "bokeh", "jinja2", "numpy", "scipy"},
     "edge": {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops", "transformers",
              "torchtitan"},

@@ -23,7 +23,7 @@ from tritoncp.analysis.compile_pool import read_nvidia
 from tritoncp.analysis.launches import CallTensors
 from tritoncp.analysis.resource_table import print_table, tiles
 from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
-from tritoncp.perf.console import make_console
+from tritoncp.command_base import make_console
 from tritoncp.perf.suite.baselines import inputs
 from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention

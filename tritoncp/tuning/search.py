@@ -30,11 +30,11 @@ from rich.table import Table
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import Job, Routed
 from tritoncp.analysis.resource_table import find_faults, tiles
+from tritoncp.command_base import make_console
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import MIN_SPEEDUP, Device
-from tritoncp.perf.console import make_console
 from tritoncp.perf.suite import machine
 from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal

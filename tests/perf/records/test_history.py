@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from tests.perf.synthetic_history import ENV, H200, point
 from tritoncp.perf import run
-from tritoncp.perf.records.history import DiskFull, Journal, append, find_unfinished, read
+from tritoncp.perf.exit_codes import InputError
+from tritoncp.perf.records.history import Journal, append, find_unfinished, read
 
 
 def test_points_are_read_as_written(tmp_path):
@@ -87,7 +88,7 @@ def test_a_full_disk_is_reported_and_leaves_earlier_lines(tmp_path, monkeypatch)
         return write(file, text[: len(text) // 2])
 
     monkeypatch.setattr(os, "write", half)
-    with pytest.raises(DiskFull, match=r"No space left on device.*--resume"):
+    with pytest.raises(InputError, match=r"No space left on device.*--resume"):
         append(path, point("1").as_line())
     monkeypatch.undo()
     assert path.read_bytes() == content
