@@ -222,10 +222,8 @@ class Bench:
         figures = time_interleaved(runs, self.clock, self.seconds, least) if runs else {}
         work = work_of(case)
         contenders = {name: dict(row) for name, row in checks.items() if name not in idle}
-        for name in contenders:
-            if name in figures:
-                contenders[name] |= figures[name]
-                contenders[name]["tflops"] = round(work.flops / figures[name]["ms"] / 1e9, 1)
+        for name, row in figures.items():
+            contenders[name] |= row | {"tflops": round(work.flops / row["ms"] / 1e9, 1)}
         self._write(case, contenders, {"flops": work.flops, "wire_bytes": work.wire})
 
     def _write(self, case: Case, contenders: dict[str, Any], work: dict[str, int]) -> None:
