@@ -182,7 +182,7 @@ class TritonEngine:
         step: :class:`tritoncp.planning.step_tables.BackwardStep`
         """
         if self.fused:
-            return Launches(() if add else (partial(_clear, dq),))
+            return Launches(() if add else (dq.zero_,))
         tensors, flags = _backward_tensors(step, dq=dq), {"ADD": add}
         return self.launch(dq_kernel, "dq", tensors, step.tables, flags, self.mods.score_grad)
 
@@ -334,10 +334,6 @@ def _backward_tensors(step: Any, **grads: Tensor | None) -> dict[str, Any]:
     tensors = step._asdict() | grads
     del tensors["tables"]
     return tensors
-
-
-def _clear(x: Tensor) -> None:
-    x.zero_()
 
 
 _COMBINE = Config(1, 16, 4, 1)

@@ -90,7 +90,7 @@ class Launch(NamedTuple):
 class Launches(NamedTuple):
     """Launches of one step and callables between them, in order."""
 
-    parts: tuple[Launch | Callable[[], None], ...]
+    parts: tuple[Launch | Callable[[], object], ...]
 
     def __call__(self) -> None:
         for part in self.parts:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.kernels.options import WRONG_ROUTE
 from tritoncp.kernels.tiles import INTERPRETED
@@ -24,8 +25,7 @@ OUT_TOLERANCE = 2  # rounding errors of the inputs' dtype, relative to the large
 STATS_TOLERANCE = 1e-3  # of lse and max_scores, absolute and relative
 
 engine_log = area_logger("engine")
-MAX_VERDICTS = 256
-_VERDICTS: dict[Any, str | None] = {}  # result of verify_route by kind of step
+_VERDICTS: BoundedCache[Any, str] = BoundedCache(256)  # by kind of step; "" if the results agree
 
 
 def verify_route(engine: Any, launch: Callable[..., Any], step: Any) -> str | None:
@@ -41,16 +41,16 @@ def verify_route(engine: Any, launch: Callable[..., Any], step: Any) -> str | No
     blocks = tables.mask, tables.has_masked, bool(tables.window), tables.q_block, tables.kv_block
     dims = q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
     kind = engine.kernel_set, q.device, q.dtype, dims, flags, blocks
-    if kind not in _VERDICTS:
+    verdict = _VERDICTS.get(kind)
+    if verdict is None:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return "its first call of a kind is compared with 'loops', which a graph cannot capture"
-        if len(_VERDICTS) >= MAX_VERDICTS:
-            del _VERDICTS[next(iter(_VERDICTS))]
         uncached = replace(engine, launches={})  # the results below have other layouts
-        _VERDICTS[kind] = _compare_with_loops(partial(launch, uncached), uncached.loops, step)
-        verdict = _VERDICTS[kind] or "agrees with 'loops'"
-        log_decision(engine_log, "route %s on %s: %s", engine.route, q.device, verdict)
-    return _VERDICTS[kind]
+        verdict = _compare_with_loops(partial(launch, uncached), uncached.loops, step) or ""
+        _VERDICTS[kind] = verdict
+        outcome = verdict or "agrees with 'loops'"
+        log_decision(engine_log, "route %s on %s: %s", engine.route, q.device, outcome)
+    return verdict or None
 
 
 def _compare_with_loops(launch: Callable[..., Any], loops: Callable[..., Any], step: Any) -> str | None:
