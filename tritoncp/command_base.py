@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from tritoncp.core.environment import DEBUG
+from tritoncp.core.environment import DEBUG, parse_seconds
 
 INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 JOBS = click.IntRange(1, 1024)  # processes that compile at a time
@@ -54,19 +54,16 @@ def _message_of(error: Exception) -> click.ClickException:
     )
 
 
-class Seconds(click.FloatRange):
-    """A number of seconds to wait: more than 0, up to a day."""
+class Seconds(click.ParamType):
+    """A time as 20, 90s, 15m or 1.5h; a day for longer ones."""
 
     name = "seconds"
 
-    def __init__(self) -> None:
-        super().__init__(min=0, max=86400, min_open=True)
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        seconds = super().convert(value, param, ctx)
-        if seconds != seconds:
-            self.fail(f"{value} is no number of seconds", param, ctx)
-        return seconds
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        try:
+            return min(86400.0, value if isinstance(value, float) else parse_seconds(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class OutputFile(click.Path):

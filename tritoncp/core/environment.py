@@ -41,7 +41,7 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ValueError(f"budget {text!r} is not a positive time; pass for example 90s, 15m or 1.5h")
+        raise ValueError(f"{text!r} is not a positive time; pass for example 90s, 15m or 1.5h")
     return seconds
 
 

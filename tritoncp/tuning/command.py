@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tritoncp.command_base import JOBS, make_output_folder
+from tritoncp.command_base import JOBS, Seconds, make_output_folder
 
 if TYPE_CHECKING:
     from tritoncp.ops.tile_tables import Device
@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True
 )
-@click.option("--budget", default="15m", show_default=True, help="Time for all of it: 90s, 15m, 1h.")
+@click.option(
+    "--budget", type=Seconds(), default="15m", show_default=True, help="Time for all of it: 90s, 15m, 1h."
+)
 @click.option("--resume", is_flag=True, help="Continue the last run from its journal.")
 @click.option(
     "--out",
@@ -62,7 +64,7 @@ def autotune(
     ops: str,
     score: str,
     dtype: str,
-    budget: str,
+    budget: float,
     resume: bool,
     out: Path | None,
     jobs: int | None,
@@ -79,11 +81,9 @@ def autotune(
       tritoncp autotune --budget 15m
       tritoncp autotune --preset llama3-70b --mask causal --ops fwd,bwd,few
     """
-    from tritoncp.core.environment import parse_seconds
     from tritoncp.ops.tile_tables import output_folder
     from tritoncp.tuning import search, targets
 
-    seconds = parse_seconds(budget)
     # Mistakes in the request are reported on machines without a GPU, too.
     named_shapes = [*shapes, *map(targets.preset, presets)] or [targets.preset("llama3-8b")]
     kinds = masks or (*targets.MEASURED_KINDS,)
@@ -94,7 +94,7 @@ def autotune(
         click.echo(fault, err=True)
     folder = out or output_folder()
     make_output_folder(folder)
-    result = search.autotune(selection, device, seconds, resume, folder, jobs)
+    result = search.autotune(selection, device, budget, resume, folder, jobs)
     search.show_result(result, as_json)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
 
