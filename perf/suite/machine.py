@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import subprocess
@@ -37,16 +38,9 @@ def environment(device: torch.device) -> dict[str, Any]:
         facts["cuda"] = torch.version.cuda or torch.version.hip
         facts["cudnn"] = torch.backends.cudnn.version()
         facts["driver"] = _query_gpu(device, "driver_version").get("driver_version")
-        facts["ptxas"] = _ptxas_version(facts["arch"])
+        with contextlib.suppress(LookupError):
+            facts["ptxas"] = ptxas_for(facts["arch"]).version
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def _ptxas_version(arch: str) -> str | None:
-    """Return the version of the ptxas that Triton uses for an architecture, or None."""
-    try:
-        return ptxas_for(arch).version
-    except LookupError:
-        return None
 
 
 def series(device: torch.device, clocks: str | None = None) -> Series:

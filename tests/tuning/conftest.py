@@ -1,6 +1,7 @@
 """A home and a compiler for the tests of tuning, and a GPU whose times are a formula."""
 
 import pytest
+import torch
 
 from tests.tuning.stand_ins import tile_times
 from tritoncp.analysis.compile_pool import Compilers
@@ -30,5 +31,6 @@ def gpu(monkeypatch):
     """A GPU whose times are a formula."""
     bench = tile_times()
     monkeypatch.setattr(command, "find_device", lambda: tile_tables.Device("sm_90", "NVIDIA H200"))
-    monkeypatch.setattr(search, "_device_bench", lambda: bench)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(search, "DeviceBench", lambda device: bench)
     return bench

@@ -260,14 +260,10 @@ def autotune(
             device.arch, journal, pool.compile_jobs, deadline, keep, show=partial(click.echo, err=True)
         )
         try:
-            tuner.run(targets, _device_bench())
+            tuner.run(targets, DeviceBench(torch.device("cuda", torch.cuda.current_device())))
         except KeyboardInterrupt:
             interrupted = True
     return TuningResult(rows, total, tuner.counts["left out"], path, interrupted)
-
-
-def _device_bench() -> DeviceBench:
-    return DeviceBench(torch.device("cuda", torch.cuda.current_device()))
 
 
 def show_result(result: TuningResult, as_json: bool) -> None:
