@@ -73,11 +73,3 @@ def test_journals_are_written_where_out_says_and_nowhere_else(gpu, home, monkeyp
     done = invoke(*ONE)
     assert done.exit_code == 2 and "pass --out with a folder for the results" in done.output
     assert files_below(tmp_path) == names
-
-
-def test_a_table_in_a_pipe_is_not_cut(gpu, monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "30")
-    words = ["--shapes", "128x128,192x128,8192", "--mask", "document", "--ops", "fwd"]
-    done = invoke(*words, "--out", tmp_path / "out")
-    (row,) = (line.split() for line in done.stdout.splitlines() if "192x128" in line)
-    assert row[:2] == ["forward", "interval"] and row[-1] == "2.00"
