@@ -86,13 +86,6 @@ def cast_range(x: ValueRange, dtype: torch.dtype) -> ValueRange:
 # -- rules: (result type, *operands in the type the operation computes in) -> range; None: unknown ---------
 
 
-def _rising(op: Callable[..., Tensor]) -> Rule:
-    """Return the rule of an operation that never falls where an operand rises."""
-    return lambda dtype, *operands: ValueRange(
-        op(*(x.lo for x in operands)), op(*(x.hi for x in operands)), dtype
-    )
-
-
 def _monotone(op: Callable[..., Tensor]) -> Rule:
     """Return the rule of an operation that rises or falls with each operand, wherever the others are: its
     least and greatest values are at the ends of ranges."""
@@ -115,10 +108,6 @@ def _finite(rule: Rule) -> Rule:
     return finite_rule
 
 
-def _sub(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange | None:
-    return _finite(_rising(torch.sub))(dtype, a, b._replace(lo=b.hi, hi=b.lo))
-
-
 def _abs(dtype: torch.dtype, a: ValueRange) -> ValueRange:
     least = torch.maximum(torch.maximum(a.lo, -a.hi), torch.zeros_like(a.lo))
     return ValueRange(least, torch.maximum(-a.lo, a.hi), dtype)
@@ -133,7 +122,7 @@ def _integer_division(rounding: Callable[[Tensor], Tensor]) -> Rule:
     """Return the rule of a division of integers. torch's floor division of floats is not the floor of the
     quotient."""
     return lambda dtype, *operands: (
-        _rising(rounding)(dtype, _divide(torch.float64, *operands)) if is_integer(dtype) else None
+        _monotone(rounding)(dtype, _divide(torch.float64, *operands)) if is_integer(dtype) else None
     )
 
 
@@ -153,7 +142,7 @@ def _shift(rule: Rule) -> Rule:
     """Return the rule of a shift by 0 to 50 bits, from that of a product or quotient."""
 
     def shift(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange | None:
-        return rule(dtype, a, _rising(torch.exp2)(dtype, _drop_bounds(b, ~((b.lo >= 0) & (b.hi < 51)))))
+        return rule(dtype, a, _monotone(torch.exp2)(dtype, _drop_bounds(b, ~((b.lo >= 0) & (b.hi < 51)))))
 
     return shift
 
@@ -179,11 +168,12 @@ COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh_copy")
 # Rules by operation name, grouped by the type the operation computes in: that of its result, the common type
 # of its operands, bool.
 RESULT_RULES: dict[str, Rule] = {
-    "add": _finite(_rising(torch.add)), "sub": _sub, "rsub": lambda dtype, a, b: _sub(dtype, b, a),
+    "add": _finite(_monotone(torch.add)), "sub": _finite(_monotone(torch.sub)),
+    "rsub": _finite(_monotone(torch.rsub)),
     "mul": _finite(_monotone(torch.mul)), "neg": _monotone(torch.neg), "abs": _abs,
-    "square": lambda dtype, a: _rising(torch.square)(dtype, _abs(dtype, a)),
-    **dict.fromkeys(("maximum", "clamp_min"), _rising(torch.maximum)),
-    **dict.fromkeys(("minimum", "clamp_max"), _rising(torch.minimum)),
+    "square": lambda dtype, a: _monotone(torch.square)(dtype, _abs(dtype, a)),
+    **dict.fromkeys(("maximum", "clamp_min"), _monotone(torch.maximum)),
+    **dict.fromkeys(("minimum", "clamp_max"), _monotone(torch.minimum)),
     "div": _divide, "remainder": _remainder,
     **dict.fromkeys(("floor_divide", "div_floor"), _integer_division(torch.floor)),
     "div_trunc": _integer_division(torch.trunc),
@@ -194,7 +184,8 @@ RESULT_RULES: dict[str, Rule] = {
     **dict.fromkeys(("bitwise_xor", "__xor__"), _of_bools(torch.logical_xor)),
     "bitwise_not": _monotone(lambda x: ~x if x.dtype is torch.bool else -1 - x),
     "where": _monotone(torch.where),
-    **{name: _rising(getattr(torch, name)) for name in ("relu", "floor", "ceil", "trunc", "round", "clamp")},
+    **{name: _monotone(getattr(torch, name)) for name in ("relu", "floor", "ceil", "trunc", "round")},
+    "clamp": _monotone(torch.clamp),
     **dict.fromkeys(COPIES, lambda dtype, a: a),
 }  # fmt: skip
 OPERAND_RULES: dict[str, Rule] = {

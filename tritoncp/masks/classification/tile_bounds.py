@@ -190,12 +190,12 @@ class _Pyramid:
         self.num_constant = table.ndim - sum(varies)
         lo = hi = table.permute(self.order)
         self.sizes = lo.shape
-        los, his, strides = [lo.flatten()], [hi.flatten()], [_strides(lo.shape)]
+        los, his, strides = [lo.flatten()], [hi.flatten()], [lo.contiguous().stride()]
         while any(size > 1 for size in lo.shape[self.num_constant :]):
             for dim in range(self.num_constant, table.ndim):
                 lo, hi = _halve(lo, dim, greatest=False), _halve(hi, dim, greatest=True)
             los, his = [*los, lo.flatten()], [*his, hi.flatten()]
-            strides.append(_strides(lo.shape))
+            strides.append(lo.contiguous().stride())
         self.lo, self.hi = torch.cat(los), torch.cat(his)
         self.first = torch.tensor([0, *map(len, los[:-1])]).cumsum(0)  # [levels]
         self.strides = torch.tensor(strides).view(len(strides), table.ndim)
@@ -247,11 +247,6 @@ def _halve(x: Tensor, dim: int, greatest: bool) -> Tensor:
     pairs = x.narrow(dim, 0, 2 * half).unflatten(dim, (half, 2))
     out = (tensor_max if greatest else tensor_min)(pairs.select(dim + 1, 0), pairs.select(dim + 1, 1))
     return torch.cat([out, x.narrow(dim, 2 * half, 1)], dim) if odd else out
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor."""
-    return [torch.Size(shape[d + 1 :]).numel() for d in range(len(shape))]
 
 
 def _number_tensor(arg: Any) -> Tensor | None:
