@@ -60,7 +60,7 @@ def call_on_gpu(**options) -> str:
     with FAKE:
         x = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda")
     plan = tritoncp.make_plan(tritoncp.full_mask(128, 128))
-    return refusal(lambda: make_call(x, plan, None, None, Options(None, False, False, options, *[None] * 4)))
+    return refusal(lambda: make_call(x, plan, None, None, Options(kernel_options=options)))
 
 
 def tiles(kind: str, arch: str, options: dict) -> Config:

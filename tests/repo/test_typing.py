@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 import tritoncp
-from tritoncp.api.simulate import World
 
 SCRIPT = Path(__file__).with_name("typed_script.py")
-OVERLOADED = tritoncp.flex_attention, tritoncp.varlen_attention, tritoncp.make_plan, World.flex_attention
+OVERLOADED = tritoncp.flex_attention, tritoncp.make_plan
 
 
 def has_type(value: object, expected: object) -> bool:

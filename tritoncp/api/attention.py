@@ -36,14 +36,14 @@ MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
 class Options(NamedTuple):
     """The arguments of one call besides query, key, value, score_mod, mask and mesh, as they were passed."""
 
-    scale: float | None
-    enable_gqa: bool
-    return_lse: bool
-    kernel_options: dict[str, Any] | None
-    return_aux: AuxRequest | None
-    positions: Tensor | None
-    sinks: Tensor | None
-    batch_offset: int | None
+    scale: float | None = None
+    enable_gqa: bool = False
+    return_lse: bool = False
+    kernel_options: dict[str, Any] | None = None
+    return_aux: AuxRequest | None = None
+    positions: Tensor | None = None
+    sinks: Tensor | None = None
+    batch_offset: int | None = None
     expand: Any = None
 
     @property

@@ -27,6 +27,8 @@ from tritoncp.ops.lockstep import attend_in_lockstep
 from tritoncp.planning.placement import lengthen, take
 from tritoncp.planning.plan import Plan
 
+Shards = Sequence[Tensor]
+
 
 class RankAux(NamedTuple):
     """torch's AuxOutput for a simulated world: each field is a list of tensors by rank, or None."""
@@ -74,59 +76,29 @@ class World:
 
     @overload
     def flex_attention(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
-        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
-        scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
-        kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ..., sinks: Tensor | None = ...,
-        batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
-    ) -> list[Tensor]: ...  # fmt: skip
-    @overload
-    def flex_attention(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
-        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
-        scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
-        kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., sinks: Tensor | None = ...,
-        batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+        self, queries: Shards, keys: Shards, values: Shards | None, score_mod: Any = ...,
+        block_mask: Any = ..., *, return_lse: Literal[True], **options: Any,
     ) -> tuple[list[Tensor], list[Tensor]]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
-        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
-        scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
-        kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest, sinks: Tensor | None = ...,
-        batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+        self, queries: Shards, keys: Shards, values: Shards | None, score_mod: Any = ...,
+        block_mask: Any = ..., *, return_aux: AuxRequest, **options: Any,
     ) -> tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
-        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
-        scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
-        kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ...,
-        sinks: Tensor | None = ..., batch_offset: int | None = ...,
-        expand: Sequence[Any] | None = ...,
-    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]: ...  # fmt: skip
+        self, queries: Shards, keys: Shards, values: Shards | None, score_mod: Any = ...,
+        block_mask: Any = ..., **options: Any,
+    ) -> list[Tensor]: ...  # fmt: skip
     @host_only
     def flex_attention(
-        self,
-        queries: Sequence[Tensor],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor] | None,
-        score_mod: Callable[..., Tensor] | MaskLike | None = None,
-        block_mask: Any = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        return_lse: bool = False,
-        kernel_options: dict[str, Any] | None = None,
-        *,
-        return_aux: AuxRequest | None = None,
-        sinks: Tensor | None = None,
-        batch_offset: int | None = None,
-        expand: Sequence[Any] | None = None,
-    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]:
+        self, queries: Shards, keys: Shards, values: Shards | None,
+        score_mod: Callable[..., Tensor] | MaskLike | None = None, block_mask: Any = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """Run :func:`tritoncp.flex_attention` on all ranks: arguments and results are lists of shards.
 
-        A Plan may be any rank's; with a raw mask, shards are in natural order. Returns outs, ``(outs, lses)``
-        with ``return_lse``, or ``(outs, RankAux)`` with ``return_aux``.
+        A Plan may be any rank's; with a raw mask, shards are in natural order. options: the arguments from
+        ``scale`` on but ``mesh`` and ``positions``, by name. Returns outs, ``(outs, lses)`` with
+        ``return_lse``, or ``(outs, RankAux)`` with ``return_aux``.
 
         >>> from tritoncp import causal, create_block_mask, simulate
         >>> world = simulate(2)
@@ -146,23 +118,21 @@ class World:
         if isinstance(mask, Plan):
             self._check(mask)
             mask.check_sources()
-        options = Options(
-            scale, enable_gqa, return_lse, kernel_options, return_aux, None, sinks, batch_offset, expand
-        )
-        checked = [options.with_expansion(*shard) for shard in zip(queries, keys, values)]
-        options, values = checked[0][0], [value for _, value in checked]
+        call_options = Options(positions=None, **options)
+        checked = [call_options.with_expansion(*shard) for shard in zip(queries, keys, values)]
+        call_options, values = checked[0][0], [value for _, value in checked]
         for shard in zip(queries, keys, values):
-            options.check(*shard)
-        plan = self._shared_plan(mask, queries, keys, options)
+            call_options.check(*shard)
+        plan = self._shared_plan(mask, queries, keys, call_options)
         validate.check_order(plan)
         keys, values = zip(*map(validate.shared_batch, queries, keys, values))
-        call = make_call(queries[0], plan, score_mod, None, options)
+        call = make_call(queries[0], plan, score_mod, None, call_options)
         calls = [call._replace(plan=call.plan.for_rank(rank)) for rank in range(self.world_size)]
-        results = [options.results(one) for one in attend_in_lockstep(calls, queries, keys, values)]
-        if return_aux is not None:
+        results = [call_options.results(one) for one in attend_in_lockstep(calls, queries, keys, values)]
+        if call_options.return_aux is not None:
             outs, fields = [out for out, _ in results], zip(*[aux for _, aux in results])
             return outs, RankAux(*[None if field[0] is None else list(field) for field in fields])
-        if return_lse:
+        if call_options.return_lse:
             return [out for out, _ in results], [lse for _, lse in results]
         return results
 
@@ -178,7 +148,6 @@ class World:
             lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
             whole = sizes[0]._replace(batch=batch)
             plan = plan_cache.plan_in_order(Sources.of(mask), whole, lengths, kv_lengths)
-        self._check(plan)
         plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)
         for rank, one in enumerate(sizes):
             validate.check_sizes(plan.for_rank(rank), one)

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+from torch.utils._pytree import tree_map_only
 
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.group_call import group_call
@@ -31,33 +32,22 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
     mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
     cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
-    return_lse: Literal[False] = ..., return_aux: None = ..., kernel_options: dict[str, Any] | None = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
-    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
-    return_lse: Literal[True], return_aux: None = ..., kernel_options: dict[str, Any] | None = ...,
+    return_lse: Literal[True], **options: Any,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
     mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
     cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
-    return_lse: Literal[False] = ..., return_aux: AuxRequest, kernel_options: dict[str, Any] | None = ...,
+    return_aux: AuxRequest, **options: Any,
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
     mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
     cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
-    return_lse: bool = ..., return_aux: AuxRequest | None = ..., kernel_options: dict[str, Any] | None = ...,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
+    **options: Any,
+) -> Tensor: ...  # fmt: skip
 @graph_entry
 @group_call
 def varlen_attention(
@@ -73,18 +63,15 @@ def varlen_attention(
     cu_seqlens_q_padded: Tensor | None = None,
     cu_seqlens_kv_padded: Tensor | None = None,
     score_mod: Callable[..., Tensor] | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    return_aux: AuxRequest | None = None,
-    kernel_options: dict[str, Any] | None = None,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    **options: Any,
+) -> Any:
     """Attention within packed documents (variable length, THD layout), sharded over ``mesh``.
 
     q: [t, Hq, D]; k: [t_kv, Hkv, D]; v: [t_kv, Hkv, E]: this rank's shard of the packed buffers; Hq a
     multiple of Hkv. The other arguments are of the whole buffer, and equal on all ranks: see
     :func:`tritoncp.varlen_mask` for ``cu_seqlens_*``, ``causal`` and ``window``, and
-    :func:`tritoncp.flex_attention` for the rest; score_mod gets positions in the buffer.
+    :func:`tritoncp.flex_attention` for score_mod, which gets positions in the buffer, and the options: scale,
+    sinks, return_lse, return_aux and kernel_options.
     Rank r holds the r-th piece of the buffer, of any length; a document may extend over several ranks. To
     balance the work, make a plan, ``make_plan(varlen_mask(...), mesh)``, shard with ``shard(x, plan, dim=0,
     batch_dim=None)``, and pass the plan in place of ``cu_seqlens_q``; it contains ``causal`` and all other
@@ -118,13 +105,8 @@ def varlen_attention(
     }
     mask = _mask(cu_seqlens_q, causal, window, lengths)
     query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
-    options: dict[str, Any] = {"return_lse": return_lse, "return_aux": return_aux, "sinks": sinks}
-    options |= {"scale": scale, "kernel_options": kernel_options, "mesh": mesh}
-    result: Any = flex_attention(query, key, value, score_mod, mask, enable_gqa=True, **options)
-    if return_aux is not None:
-        out, aux = result
-        return _rows(out), AuxOutput(*(x if x is None else _rows(x) for x in aux))
-    return (_rows(result[0]), _rows(result[1])) if return_lse else _rows(result)
+    result: Any = flex_attention(query, key, value, score_mod, mask, enable_gqa=True, mesh=mesh, **options)
+    return tree_map_only(Tensor, _rows, result)
 
 
 def _mask(

@@ -100,7 +100,7 @@ def over_ranks(x: QKV, plan: Plan, score: ScoreOf | None = None, captured: Seque
     world = tritoncp.simulate(plan.world_size)
     shards = [world.shard(t, plan, dim=2, side=side) for t, side in zip(leaves, ("q", "kv", "kv"))]
     outs, aux = world.flex_attention(
-        *shards, score and score(*own), plan, scale, enable_gqa=True, kernel_options=options,
+        *shards, score and score(*own), plan, scale=scale, enable_gqa=True, kernel_options=options,
         return_aux=AuxRequest(lse=True, max_scores=True),
     )  # fmt: skip
     for rank, (out, lse) in enumerate(zip(outs, aux.lse)):
