@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import masking_utils
+from transformers import BertConfig, BertModel, masking_utils
 
 import tritoncp
 from tests.integrations import transformers_models as models
@@ -164,6 +164,19 @@ def test_a_model_whose_masks_know_no_positions_separates_documents_and_knows_its
     model = models.build_model("OPT")
     expected = models.loss_and_gradients(model, shard_batch(batch, model.config))
     models.assert_equal(ranks.run(2, train)[0], expected)
+
+
+def test_an_encoder_knows_its_shards_from_whole_sequences_of_their_length() -> None:
+    def work(group: Any) -> None:
+        sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = BertModel(BertConfig(**sizes, attn_implementation="tritoncp")).eval()
+        local = shard_batch({"input_ids": models.text_batch()["input_ids"]}, model.config, group)
+        with pytest.raises(ValueError, match="looks like a shard without its plan"):
+            model(local["input_ids"])
+        model(**local)
+        model(models.text_batch()["input_ids"][:, : local["input_ids"].shape[1]])
+
+    ranks.run(2, work)
 
 
 def test_ranks_with_different_batches_raise() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -18,7 +19,6 @@ from tritoncp.api.validate import MAX_HEAD_DIM
 from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.integrations.transformers.positions import refuse_local_positions
-from tritoncp.integrations.transformers.single_query import attend_one_query
 from tritoncp.integrations.transformers.whole_sequences import plan_of_call
 from tritoncp.masks.closed_forms import SlidingWindow
 from tritoncp.masks.mask import Mask
@@ -126,9 +126,9 @@ def attention_forward(
             attention_mask, is_causal, sliding_window = None, False, None
         refuse_local_positions(attention_mask, position_ids, query.shape[2] == key.shape[2])
         if query.shape[2] == 1 and bias is None:
-            row = _visible_keys(attention_mask)
-            out = attend_one_query(query, key, value, row, scaling, softcap, s_aux)
-            return out.transpose(1, 2), None
+            if attention_mask is not None:
+                _check_dense(attention_mask)
+            return _attend_one_query(module, query, key, value, attention_mask, scaling, softcap, s_aux), None
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         if isinstance(attention_mask, ModelMask) and attention_mask.kv_len != key.shape[2]:
@@ -209,13 +209,21 @@ def _packed_mask(mask: Any, default: SlidingWindow, cu_q: Tensor, cu_k: Tensor |
     return varlen(cu_q, cu_k, causal=False, window=(left, right))
 
 
-def _visible_keys(mask: Any) -> Tensor | None:
-    """Return the visible keys of a single query, a dense mask with one row; None for all."""
-    if isinstance(mask, ModelMask):
-        raise ValueError("attention_mask is for several queries, the call has one: pass [batch, 1, 1, keys]")
-    if mask is not None:
-        _check_dense(mask)
-    return mask
+def _attend_one_query(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None,
+    scaling: float | None, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute attention of one query per sequence by torch's scaled_dot_product_attention; with softcap or
+    sinks by the model's own eager attention. visible: bool [B or 1, 1, 1, S_kv]; None: all keys"""
+    if softcap is None and sinks is None:
+        grouped = query.shape[1] != key.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, visible, scale=scaling, enable_gqa=grouped
+        ).transpose(1, 2)
+    mask = None if visible is None else query.new_zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    out: Tensor = eager(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=sinks)[0]
+    return out
 
 
 def _check_dense(mask: Any) -> None:

@@ -15,9 +15,9 @@ from transformers import masking_utils
 from tritoncp.integrations.transformers.mask_functions import Pattern, read_pattern
 from tritoncp.integrations.transformers.model_classes import computes_attention_itself, has_sparse_layers
 from tritoncp.masks.block_mask_interface import BlockMaskInterface
-from tritoncp.masks.closed_forms import Selection, SlidingWindow, document
+from tritoncp.masks.closed_forms import Selection, document
 from tritoncp.masks.mask import Mask
-from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod, and_masks
+from tritoncp.masks.mask_mod import MaskMod, and_masks
 from tritoncp.planning.plan import Plan
 
 
@@ -92,7 +92,7 @@ class ModelMask(BlockMaskInterface):
             # Tokens see tokens only; padding sees padding, so that no row is empty.
             ids = torch.nn.functional.pad(self.padding.int(), (0, max(0, self.q_len + offset - self.kv_len)))
             mod = mod & document(ids=ids)
-        return _skip_queries(mod, offset)
+        return Selection(mod, start=offset) if offset else mod
 
     @cached_property
     def _offsets(self) -> tuple[int, int]:
@@ -107,18 +107,6 @@ class ModelMask(BlockMaskInterface):
         if any(self._offsets):
             function = masking_utils.add_offsets_to_mask_function(function, *self._offsets)
         return and_masks(function)
-
-
-def _skip_queries(mod: MaskMod, count: int) -> MaskMod:
-    """Return the mask_mod for queries from index ``count`` on; for a window, a window if possible."""
-    if not count:
-        return mod
-    if isinstance(mod, SlidingWindow):
-        left = mod.left if mod.left == UNBOUNDED else mod.left - count
-        right = mod.right if mod.right == UNBOUNDED else mod.right + count
-        if left >= 0 or mod.left == UNBOUNDED:
-            return SlidingWindow(left, right)
-    return Selection(mod, start=count)
 
 
 def create_mask(

@@ -13,9 +13,10 @@ from transformers import masking_utils
 
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
+from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
-from tritoncp.integrations.transformers.positions import CheckedTensors
+from tritoncp.integrations.transformers.positions import SHARDS, keep_checked
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Work
@@ -61,7 +62,7 @@ class ContextParallelPlan:
     schedule: str = "auto"
     whole: dict[str, Any] = field(default_factory=dict)
     labels: bool = False
-    _checked: CheckedTensors = field(default_factory=CheckedTensors, repr=False)
+    _checked: TensorCache = field(default_factory=lambda: TensorCache(8), repr=False)
 
     @property
     def plan(self) -> Plan:
@@ -76,6 +77,7 @@ class ContextParallelPlan:
         For a kind of layer that is not in the config, as bidirectional ones, the plan is made here (all ranks
         reach the same layer).
         """
+        SHARDS.discard(self)
         if isinstance(attention_mask, Plan):
             return attention_mask
         if attention_mask is None and len(self.plans) == 1:  # a shard of one token
@@ -113,11 +115,11 @@ class ContextParallelPlan:
 
     def _is_padded(self, mask: Tensor | None) -> bool:
         """Return whether a padding mask of local tokens has padding (some models make a mask without)."""
-        if mask is None or mask in self._checked:
+        if mask is None or self._checked.find(id(mask), [mask]):
             return False
         if not bool(mask.all()):
             return True
-        self._checked.add(mask)
+        keep_checked(self._checked, mask)
         return False
 
     def _plan_alike(self, layer: ModelMask) -> Plan:
@@ -155,7 +157,9 @@ class ContextParallelPlan:
         """Raise ValueError if a call's positions differ from the batch's. (The batch's own tensor object
         needs no comparison.)"""
         own = self.position_ids
-        if position_ids is None or position_ids is own or position_ids in self._checked:
+        if position_ids is None or position_ids is own:
+            return
+        if self._checked.find(id(position_ids), [position_ids]):
             return
         if position_ids.ndim == 3 and not bool((position_ids == position_ids[:1]).all()):
             raise ValueError(
@@ -171,4 +175,4 @@ class ContextParallelPlan:
                 "position_ids differ from the plan's: pass the tokens, positions and plan of one "
                 "shard_batch(batch, model.config, mesh) to the model, unedited"
             )
-        self._checked.add(position_ids)
+        keep_checked(self._checked, position_ids)

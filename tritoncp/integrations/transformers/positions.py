@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.integrations.transformers.masks import ModelMask
 
 NO_PLAN = (
@@ -23,28 +24,14 @@ NO_PLAN = (
 )
 
 
-class CheckedTensors:
-    """Set of tensors that passed a check, valid until they are edited or freed (all layers get one
-    tensor)."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        entry = self._entries.get(id(tensor))
-        return entry is not None and entry[0]() is tensor and entry[1] == _version(tensor)
-
-    def add(self, tensor: Tensor) -> None:
-        self._entries = {key: entry for key, entry in self._entries.items() if entry[0]() is not None}
-        self._entries[id(tensor)] = weakref.ref(tensor), _version(tensor)
+def keep_checked(checked: TensorCache, tensor: Tensor) -> None:
+    """Add a tensor to those that passed a check, until it is edited or freed (all layers get one tensor)."""
+    if not tensor.is_inference():  # which counts no edits
+        checked.keep(id(tensor), [tensor], True)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-_WHOLE = CheckedTensors()
-SHARDS: weakref.WeakSet[Any] = weakref.WeakSet()  # objects with the position_ids of a shard on several ranks
+_WHOLE = TensorCache(64)
+SHARDS: weakref.WeakSet[Any] = weakref.WeakSet()  # plans of shards that no attention has got yet
 
 
 def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: bool) -> None:
@@ -65,7 +52,7 @@ def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: b
     unpadded = isinstance(mask, ModelMask) and mask.padding is None
     if position_ids is None or position_ids.ndim != 2 or not (unpadded and from_start):
         return
-    if position_ids in _WHOLE:
+    if _WHOLE.find(id(position_ids), [position_ids]):
         return
     begins = torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0), value=True)
     continuations = begins & (position_ids != 0)
@@ -75,4 +62,4 @@ def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: b
             f"position_ids of row {row} continue at {int(position_ids[row, column])} in column {column}, "
             f"while documents begin at 0: {NO_PLAN}"
         )
-    _WHOLE.add(position_ids)
+    keep_checked(_WHOLE, position_ids)
