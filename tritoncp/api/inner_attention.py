@@ -169,10 +169,10 @@ def run_inner_attention(
     if out_transform is not None:
         if options.get("return_lse") or options.get("return_aux") is not None:
             raise TypeError("out_transform with return_lse or return_aux: pass one (out_transform gets lse)")
-        options = {**options, "return_lse": True}
-        out, lse = flex_attention(query, key, value, block_mask=mask, mesh=mesh, **options)
-        return _as(q, out_transform(layout.from_call(out), layout.from_call(lse)))
+        options["return_lse"] = True
     result = flex_attention(query, key, value, block_mask=mask, mesh=mesh, **options)
+    if out_transform is not None:
+        return _as(q, out_transform(*map(layout.from_call, result)))
     if isinstance(result, tuple):
         return (_as(q, layout.from_call(result[0])), *result[1:])
     return _as(q, layout.from_call(result))

@@ -71,16 +71,9 @@ class FlexAttention(attention.FlexAttention):
         v_BLNH: Tensor,
         *,
         attention_masks: BlockMask | Plan,
-        score_mod: Any = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        out_transform: Any = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> Tensor:
-        options = {
-            "attention_masks": attention_masks, "score_mod": score_mod, "scale": scale,
-            "enable_gqa": enable_gqa, "out_transform": out_transform, **kwargs,
-        }  # fmt: skip
+        options["attention_masks"] = attention_masks
         inputs, sorted_options = self._signature.sort((q_BLNH, k_BLNH, v_BLNH), options)
         mesh = self._cp_mesh if isinstance(attention_masks, Plan) else None
         first_head = None if self._tp_rank is None else self._tp_rank * q_BLNH.shape[2]
@@ -134,16 +127,10 @@ def apply_cp_to_forward(attention_modules: Sequence[nn.Module], cp_mesh: DeviceM
     """Make inner attention modules context parallel: replaces torchtitan's function of this name.
 
     For the backend "partial_dtensor". A model may have both FlexAttention and ScaledDotProductAttention
-    modules. Raises NotImplementedError for VarlenAttention.
+    modules. :func:`prepare_context_parallel_input` refuses the masks of VarlenAttention.
     """
     style = ContextParallel(seq_dim=SEQ_DIM)
     for module in attention_modules:
-        if isinstance(module, attention.VarlenAttention):
-            raise NotImplementedError(
-                "VarlenAttention is not supported under context parallelism: use FlexAttention, which "
-                'supports packed documents, with attn_backend="flex" of the model '
-                "(--config gpt_oss_debugmodel_flex)"
-            )
         if isinstance(module, FlexAttention):
             module.set_context_mesh(cp_mesh)
         else:
@@ -189,7 +176,7 @@ def _check_masks(masks: Any, key: str | None) -> None:
         if mask is not None and not isinstance(mask, BlockMask):
             raise ValueError(
                 f"attention_masks {name!r} is a {type(mask).__name__}; a BlockMask of the whole sequence is "
-                "needed: use FlexAttention"
+                'needed: use FlexAttention, attn_backend="flex" of the model'
             )
     if by_name and key is not None and key not in masks:
         raise ValueError(
