@@ -18,7 +18,6 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
-from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
@@ -104,7 +103,12 @@ def _make_plans(
 ) -> tuple[dict[str, Plan], consistency.Facts, Sequence[int]]:
     """Make one placement for all masks and a plan for each; return (plans, facts for the ranks to compare,
     numbers to exchange)."""
-    check_plannable({name: None if has_no_lengths(mask) else mask for name, mask in masks.items()})
+    if not masks:
+        raise ValueError(
+            "block_mask is an empty dict: pass a mask, or a dict of the masks of a model's layers"
+        )
+    for mask in masks.values():
+        check_plannable(mask)
     sources = {name: Sources.of(mask) for name, mask in masks.items()}
     compact = [source.compact(1, 0, 0) for source in sources.values()]
     built = build_all(compact, world_size, rank, **options)

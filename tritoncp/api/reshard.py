@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -13,9 +13,7 @@ from tritoncp.api.group_call import group_call, place_in_group
 from tritoncp.api.simulate import World
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed import groups
-from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
-from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.dispatch import is_traced
 from tritoncp.ops.reshard import Reshard, compare_reshard, move_rows
@@ -23,16 +21,6 @@ from tritoncp.planning.placement import check_side, pieces
 from tritoncp.planning.plan import Plan
 
 
-@overload
-def reshard(
-    x: Tensor, source: Plan | None, target: Plan | None, mesh: Any = ..., *, dim: int, side: str = ...,
-    batch_dim: int | None = ..., pad: float | int | bool = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def reshard(
-    x: Sequence[Tensor], source: Plan | None, target: Plan | None, mesh: World, *, dim: int, side: str = ...,
-    batch_dim: int | None = ..., pad: float | int | bool = ...,
-) -> list[Tensor]: ...  # fmt: skip
 @graph_entry
 @group_call
 def reshard(
@@ -162,7 +150,10 @@ def unshard(
     reduce-scatter) or "slice" (every rank computes the same loss: each keeps its rows, no communication).
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
-    _check_gathered(plan_or_mask, place[1])
+    if isinstance(plan_or_mask, Plan):
+        validate.check_place(plan_or_mask, place[1], None)
+    else:
+        validate.check_plannable(plan_or_mask)
     placement, rank = shards.placement_of(x, plan_or_mask, place, dim, side)
     _check_batch_dim(x, batch_dim)
     shards.check_rows_along(x, dim, placement.lengths[rank], "this rank's shard")
@@ -177,14 +168,3 @@ def unshard(
         handle, None, side, dim, batch_dim, placement.length, 0, place[0], "target", grad or "slice"
     )
     return move_rows(call, [x])[0]
-
-
-def _check_gathered(plan_or_mask: Any, world_size: int) -> None:
-    """Check the plan or mask argument of unshard."""
-    if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None or has_no_lengths(plan_or_mask):
-        raise TypeError(
-            f"plan_or_mask is {plan_or_mask!r}, which has no length; pass the Plan or "
-            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
-        )
-    if isinstance(plan_or_mask, Plan):
-        validate.check_place(plan_or_mask, world_size, None)

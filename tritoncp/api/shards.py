@@ -63,10 +63,8 @@ def placement_of(
         return plan_or_mask.side(side), plan_or_mask.rank
     check_side(side)
     length = x.shape[dim]  # of a closed form, which has none of its own
-    if isinstance(plan_or_mask, BlockMask) and not has_no_lengths(plan_or_mask):
+    if isinstance(plan_or_mask, BlockMask | Mask) and not has_no_lengths(plan_or_mask):
         length = plan_or_mask.seq_lengths[side == "kv"]
-    elif isinstance(plan_or_mask, Mask):
-        length = plan_or_mask.q_len if side == "q" else plan_or_mask.kv_len
     elif plan_or_mask is not None and not isinstance(plan_or_mask, BlockMask | MaskMod):
         raise TypeError(
             f"plan_or_mask is a {type(plan_or_mask).__name__}; pass a Plan, make_plan(block_mask, mesh), or "

@@ -6,7 +6,7 @@ Each error message names the argument, the requirement and the remedy.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.core.caller import warn_caller
 from tritoncp.masks.closed_forms import is_closed_form
+from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod, name_of
 from tritoncp.ops.expand import Expansion
@@ -264,9 +265,7 @@ def whole_batch(mask: Any, rows: int, batch_offset: int) -> int:
     mask's; if that is 1, ``rows``, or ``batch_offset + rows`` for a mask_mod without block lists."""
     if isinstance(batch_offset, bool) or not isinstance(batch_offset, int | torch.SymInt):
         raise TypeError(f"batch_offset is a {type(batch_offset).__name__}; an int is needed")
-    batch = mask.batch if isinstance(mask, Plan | MaskMod) else mask.B if isinstance(mask, Mask) else 1
-    if isinstance(mask, BlockMask):
-        batch = mask.shape[0]
+    batch = mask.batch if isinstance(mask, Plan | MaskMod) else 1 if mask is None else mask.shape[0]
     if batch_offset < 0 or (batch > 1 and batch_offset + rows > batch):
         raise ValueError(
             f"batch_offset={batch_offset} and a query of batch size {rows}: rows {batch_offset} to "
@@ -427,21 +426,16 @@ def check_mask_captures(tensors: Sequence[Tensor]) -> None:
             )
 
 
-def check_plannable(masks: Mapping[Any, Any]) -> None:
-    """Check that there is at least one mask, and that all have lengths."""
-    if not masks:
-        raise ValueError(
-            "block_mask is an empty dict: pass a mask, or a dict of the masks of a model's layers"
+def check_plannable(mask: Any) -> None:
+    """Raise TypeError for a mask without lengths: None, a mask_mod, or a BlockMask of torch without sizes."""
+    if mask is None or has_no_lengths(mask):
+        raise TypeError(
+            "None has no lengths, and a plan needs them: make_plan(full_mask(Q_LEN, KV_LEN), mesh)"
         )
-    for mask in masks.values():
-        if mask is None:
-            raise TypeError(
-                "None has no lengths, and a plan needs them: make_plan(full_mask(Q_LEN, KV_LEN), mesh)"
-            )
-        is_plain = callable(mask) and not isinstance(mask, BlockMask | Mask | Plan)
-        if isinstance(mask, MaskMod) or is_plain:
-            name = name_of(mask) if name_of(mask) != "<lambda>" else "mask_mod"
-            raise TypeError(
-                f"{name} has no lengths, and a plan needs Q_LEN and KV_LEN, the global lengths of queries "
-                f"and keys: make_plan(create_block_mask({name}, None, None, Q_LEN, KV_LEN), mesh)"
-            )
+    is_plain = callable(mask) and not isinstance(mask, BlockMask | Mask | Plan)
+    if isinstance(mask, MaskMod) or is_plain:
+        name = name_of(mask) if name_of(mask) != "<lambda>" else "mask_mod"
+        raise TypeError(
+            f"{name} has no lengths, and a plan needs Q_LEN and KV_LEN, the global lengths of queries "
+            f"and keys: make_plan(create_block_mask({name}, None, None, Q_LEN, KV_LEN), mesh)"
+        )
