@@ -168,8 +168,7 @@ def test_a_model_whose_masks_know_no_positions_separates_documents_and_knows_its
 
 def test_an_encoder_knows_its_shards_from_whole_sequences_of_their_length() -> None:
     def work(group: Any) -> None:
-        sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        model = BertModel(BertConfig(**sizes, attn_implementation="tritoncp")).eval()
+        model = BertModel(BertConfig(**models.COMMON, attn_implementation="tritoncp")).eval()
         local = shard_batch({"input_ids": models.text_batch()["input_ids"]}, model.config, group)
         with pytest.raises(ValueError, match="looks like a shard without its plan"):
             model(local["input_ids"])
