@@ -125,7 +125,8 @@ def list_devices(all_trends: Sequence[Trend], runs: dict[str, Run]) -> list[Devi
 
 
 def _list_notes(history: History) -> list[str]:
-    notes = [f"{len(history.problems)} lines could not be read"] if history.problems else []
+    notes = [] if trends.ruptures else [trends.MISSING]
+    notes += [f"{len(history.problems)} lines could not be read"] if history.problems else []
     return [*notes, *map(str, history.problems[:50])]
 
 

@@ -86,6 +86,13 @@ def test_the_command_writes_the_page_and_names_broken_lines(tmp_path):
     assert out.read_text().startswith("<!doctype html>") and "1 lines could not be read" in out.read_text()
 
 
+def test_without_ruptures_the_page_is_made_and_says_what_is_missing(monkeypatch):
+    """As on Python 3.14, for which ruptures has no release."""
+    monkeypatch.setattr(trends, "ruptures", None)
+    html = page(History(line("c", [1.0] * 30 + [1.1] * 30), []))
+    assert "Python 3.14" in html and trends.find_changes([1.0] * 30 + [1.1] * 30) == []
+
+
 def test_a_comparison_has_its_page(tmp_path):
     sides = [
         write(tmp_path / f"{name}.jsonl", **{"slow": [factor, factor], "fine<b>": [1.0, 1.0]})
