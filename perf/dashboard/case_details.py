@@ -1,4 +1,4 @@
-"""Texts about cases for the dashboard's templates: commits, what changed with them, addresses."""
+"""Texts about cases for the dashboard's templates: commits, changes of the environment, addresses."""
 
 from __future__ import annotations
 

@@ -155,6 +155,6 @@ def _list_filters(all_trends: Sequence[Trend]) -> dict[str, list[str]]:
     present = {trend.newest.status for trend in all_trends}
     tags = {name: {p.tags[name] for p in lasts if p.tags.get(name)} for name in ("pass", "mask", "dtype")}
     values = {"device": {str(point.series) for point in lasts}, **tags}
-    return {name: sorted(some) for name, some in values.items()} | {
+    return {name: sorted(choices) for name, choices in values.items()} | {
         "status": [status for status in STATUSES if status in present]
     }

@@ -25,7 +25,7 @@ from tritoncp.planning.balance import (
 from tritoncp.planning.build import build
 from tritoncp.planning.locality.branches import whole_branches
 from tritoncp.planning.locality.pieces import even_counts, loads
-from tritoncp.planning.locality.search import even_work
+from tritoncp.planning.locality.search import count_remote, even_work
 from tritoncp.planning.locality.windows import FreeBlocks
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem, corpus_lengths, document_lengths
@@ -108,6 +108,18 @@ def test_a_column_that_all_blocks_see_and_rows_that_see_all(
     runs = Runs.from_kinds(torch.where(listed, int(Kind.MASKED), ABSENT).to(torch.uint8)[None, None])
     work = Work(listed.sum(1).double(), world_size, (runs,))
     assert_assigned(assign_blocks(locality, work), n)
+
+
+@given(masks(), st.integers(2, 6), st.integers(0, 99))
+def test_remote_columns_are_those_that_ranks_see_and_do_not_hold(mask: Mask, ranks: int, seed: int) -> None:
+    (work, *_), random = work_of_rows([mask], ranks), torch.Generator().manual_seed(seed)
+    owner = torch.randint(ranks, work.costs.shape, generator=random)
+    remote = torch.zeros(ranks, work.columns, dtype=torch.bool)
+    for row, start, end in work.sees[0].tolist():
+        remote[owner[row], start:end] = True
+    if work.together:
+        remote[owner, torch.arange(work.columns)] = False
+    assert count_remote(owner, work) == int(remote.sum())
 
 
 # -- torch's ------------------------------------------------------------------------------------------

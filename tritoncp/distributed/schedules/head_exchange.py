@@ -146,8 +146,8 @@ class HeadExchange:
     def _part_pairs(self, side: Side, message: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pair the parts of a message of this rank's tokens with their places in a tensor [B, H, S, D]: for
         each rank, or for all ranks at once where their heads are even."""
-        (batch, _, tokens, channels), (count, *others) = x.shape, side.counts
-        if not side.shared and others == [count] * len(others):
+        (batch, _, tokens, channels), (count, *other_counts) = x.shape, side.counts
+        if not side.shared and other_counts == [count] * len(other_counts):
             ranks = message.view(self.degree, side.rows, batch, count, channels)
             yield ranks[:, :tokens], x.unflatten(1, (self.degree, count)).permute(1, 3, 0, 2, 4)
             return

@@ -25,7 +25,7 @@ NO_PLAN = (
 
 
 def keep_checked(checked: TensorCache, tensor: Tensor) -> None:
-    """Add a tensor to those that passed a check, until it is edited or freed (all layers get one tensor)."""
+    """Keep that a tensor passed a check, until it is edited or freed (all layers get one tensor)."""
     if not tensor.is_inference():  # which counts no edits
         checked.keep(id(tensor), [tensor], True)
 

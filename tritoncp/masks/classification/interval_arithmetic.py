@@ -87,8 +87,8 @@ def cast_range(x: ValueRange, dtype: torch.dtype) -> ValueRange:
 
 
 def _monotone(op: Callable[..., Tensor]) -> Rule:
-    """Return the rule of an operation that rises or falls with each operand, wherever the others are: its
-    least and greatest values are at the ends of ranges."""
+    """Return the rule of an operation that rises or falls with each operand at all values of the other
+    operands: its least and greatest values are at the ends of ranges."""
 
     def rule(dtype: torch.dtype, *operands: ValueRange) -> ValueRange:
         ends = [(x.lo,) if x.lo is x.hi else (x.lo, x.hi) for x in operands]

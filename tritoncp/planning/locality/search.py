@@ -32,8 +32,8 @@ def place_blocks(work: Work) -> Tensor:
     size = 1 << max(1, n // fewest).bit_length() - 1
     pieces, choices = in_pieces(work, size), CHOICES if few else ((max(4, 1024 // ranks), 0.01),)
     windows = (choose_windows(pieces, *choice) for choice in choices)
-    natural, *others = assign_in_order(pieces), whole_branches(pieces), *windows
-    placements = [natural, *(owner for owner in others if owner is not None)]
+    natural, *candidates = assign_in_order(pieces), whole_branches(pieces), *windows
+    placements = [natural, *(owner for owner in candidates if owner is not None)]
     best = min(
         placements,
         key=lambda owner: (
