@@ -113,16 +113,15 @@ class Storages:
             return self._items(node)
         if is_wait(node) or op_name(node) == UNLISTED_VIEW:
             return self.of[node.all_input_nodes[0]]
-        results = tensors_of(node)
         if shared := [number for x in _aliased(node) for number in self.of[x]]:
-            return shared * max(1, len(results)) if len(shared) == 1 else shared
+            return shared
         present = inputs if node.op == "placeholder" else {
             _key(x): number
             for arg in node.all_input_nodes
             for x, number in zip(tensors_of(arg), self.of[arg], strict=False)
         }  # fmt: skip
         numbers = []
-        for x in results:
+        for x in tensors_of(node):
             if _key(x) not in present:
                 self.size.append(_storage_bytes(x))
                 self.is_input.append(node.op in ("placeholder", "get_attr"))
