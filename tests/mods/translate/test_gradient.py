@@ -65,10 +65,11 @@ def test_gradients_of_narrow_captures(kind: torch.dtype) -> None:
         (8, lambda t, i: t[i]),
         (4, lambda t, i: t.expand(2, 4).reshape(8)[i]),
         (8, lambda t, i: t[torch.arange(8)[i]]),
+        (8, lambda t, i: t[torch.arange(8).flip(0)[i]]),
         (8, lambda t, i: t.view(2, 4).t().reshape(8)[i]),
         (8, lambda t, i: t[2:6][i]),
     ],
-    ids=["plain", "expanded", "range", "transposed", "slice"],
+    ids=["plain", "expanded", "range", "flipped", "transposed", "slice"],
 )  # fmt: skip
 @pytest.mark.parametrize("visible", ["all", "some"])
 def test_indices_out_of_range_neither_read_nor_write(size: int, look: Any, visible: str) -> None:

@@ -151,6 +151,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         ),
         aten.sign.default: _sign,
         aten.signbit.default: lambda x: torch.copysign(torch.ones_like(x), x) < 0,
+        aten.flip.default: _flip,
         aten.fmax.default: lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
         aten.fmin.default: lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
         aten.softshrink_backward.default: _shrink_backward,
@@ -183,6 +184,12 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool 
 
 def _sign(x: Tensor) -> Tensor:
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+def _flip(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in dims:
+        x = x.movedim(dim, 0)[torch.arange(x.shape[dim] - 1, -1, -1, device=x.device)].movedim(0, dim)
+    return x
 
 
 def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:
