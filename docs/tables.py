@@ -6,6 +6,8 @@ from the plan, counted in blocks and rows.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +17,6 @@ import click
 import torch
 
 from tritoncp.masks.mask import Mask
-from tritoncp.perf.suite.machine import PeakMemory
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
@@ -71,15 +72,36 @@ class Quality(NamedTuple):
 def measure_quality(mask: Mask, world_size: int, balancer: str, schedule: str = "fetch") -> Quality:
     """Build a plan, with the tables of the first step unless the schedule is "fetch", and return its
     quality."""
-    memory = PeakMemory() if PeakMemory.is_available() else None
+    initial_bytes = _reset_peak_bytes()
     begin = time.process_time()
     plan = build(mask, world_size, world_size // 2, balancer=balancer, schedule=schedule)
     if schedule != "fetch":
         plan.tables("cpu", 1, 1, {"ring": plan.rank, "fetch": "fetched"}.get(plan.schedule, "gathered"))
     seconds = time.process_time() - begin
-    mib = memory.growth() / MIB if memory else None
+    mib = None if initial_bytes is None else max(0, _read_bytes("VmHWM") - initial_bytes) / MIB
     travels = 100 * fetched_rows(plan) / ((world_size - 1) * plan.kv.length)
     return Quality(plan.imbalance, travels, seconds, mib, plan.schedule)
+
+
+def _reset_peak_bytes() -> int | None:
+    """Start to measure the most resident memory of this process, and return its memory now, in bytes; None
+    except on Linux.
+
+    Python's tracemalloc does not count allocations of torch; the high-water mark of resident memory counts
+    all, once the allocator has returned its free memory.
+    """
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return None
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    reset.write_text("5")  # resets the high-water mark
+    return _read_bytes("VmRSS")
+
+
+def _read_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
 
 
 def fetched_rows(plan: Plan) -> int:
