@@ -76,7 +76,8 @@ def measure_quality(mask: Mask, world_size: int, balancer: str, schedule: str = 
     begin = time.process_time()
     plan = build(mask, world_size, world_size // 2, balancer=balancer, schedule=schedule)
     if schedule != "fetch":
-        plan.tables("cpu", 1, 1, {"ring": plan.rank, "fetch": "fetched"}.get(plan.schedule, "gathered"))
+        buffers: dict[str, int | str] = {"ring": plan.rank, "fetch": "fetched"}
+        plan.tables("cpu", 1, 1, buffers.get(plan.schedule, "gathered"))
     seconds = time.process_time() - begin
     mib = None if initial_bytes is None else max(0, _read_bytes("VmHWM") - initial_bytes) / MIB
     travels = 100 * fetched_rows(plan) / ((world_size - 1) * plan.kv.length)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -30,7 +30,16 @@ from tritoncp.ops.graph.layouts import Uncapturable
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.planning.plan import Plan
 
+ScoreMod = Callable[..., Tensor] | MaskLike | None  # a mask may be in its place
 MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
+
+
+class KeywordOptions(TypedDict, total=False):
+    """Types of arguments by name that `varlen_attention` and `World.flex_attention` pass on."""
+
+    scale: float | None
+    sinks: Tensor | None
+    kernel_options: dict[str, Any] | None
 
 
 class Options(NamedTuple):
@@ -88,8 +97,7 @@ class Options(NamedTuple):
 
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor | None,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ...,
     mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
@@ -97,8 +105,7 @@ def flex_attention(
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor | None,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
     kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., mesh: Any = ...,
     positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
@@ -106,8 +113,7 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor | None,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest,
     mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
@@ -115,8 +121,7 @@ def flex_attention(
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor | None,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
     kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ..., mesh: Any = ...,
     positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
@@ -128,7 +133,7 @@ def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
-    score_mod: Callable[..., Tensor] | MaskLike | None = None,
+    score_mod: ScoreMod = None,
     block_mask: Any = None,
     scale: float | None = None,
     enable_gqa: bool = False,

@@ -6,19 +6,18 @@ is one autograd node for all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.api import plan_cache, plans, shards, validate
-from tritoncp.api.attention import Options, make_call, sort_arguments
+from tritoncp.api.attention import KeywordOptions, Options, ScoreMod, make_call, sort_arguments
 from tritoncp.api.mask_source import Sources
-from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.traced_mask import plain_mask
@@ -28,6 +27,14 @@ from tritoncp.planning.placement import lengthen, take
 from tritoncp.planning.plan import Plan
 
 Shards = Sequence[Tensor]
+
+
+class WorldOptions(KeywordOptions, total=False):
+    """Types of arguments by name of `World.flex_attention`."""
+
+    enable_gqa: bool
+    batch_offset: int | None
+    expand: Sequence[Any] | None
 
 
 class RankAux(NamedTuple):
@@ -76,23 +83,24 @@ class World:
 
     @overload
     def flex_attention(
-        self, queries: Shards, keys: Shards, values: Shards | None, score_mod: Any = ...,
-        block_mask: Any = ..., *, return_lse: Literal[True], **options: Any,
+        self, queries: Shards, keys: Shards, values: Shards | None, score_mod: ScoreMod = ...,
+        block_mask: Any = ..., *, return_lse: Literal[True], **options: Unpack[WorldOptions],
     ) -> tuple[list[Tensor], list[Tensor]]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self, queries: Shards, keys: Shards, values: Shards | None, score_mod: Any = ...,
-        block_mask: Any = ..., *, return_aux: AuxRequest, **options: Any,
+        self, queries: Shards, keys: Shards, values: Shards | None, score_mod: ScoreMod = ...,
+        block_mask: Any = ..., *, return_aux: AuxRequest, **options: Unpack[WorldOptions],
     ) -> tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self, queries: Shards, keys: Shards, values: Shards | None, score_mod: Any = ...,
-        block_mask: Any = ..., **options: Any,
+        self, queries: Shards, keys: Shards, values: Shards | None, score_mod: ScoreMod = ...,
+        block_mask: Any = ..., *, return_lse: Literal[False] = ..., return_aux: None = ...,
+        **options: Unpack[WorldOptions],
     ) -> list[Tensor]: ...  # fmt: skip
     @host_only
     def flex_attention(
         self, queries: Shards, keys: Shards, values: Shards | None,
-        score_mod: Callable[..., Tensor] | MaskLike | None = None, block_mask: Any = None, **options: Any,
+        score_mod: ScoreMod = None, block_mask: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
         """Run :func:`tritoncp.flex_attention` on all ranks: arguments and results are lists of shards.
 

@@ -4,14 +4,14 @@ of Megatron and TransformerEngine."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from torch.utils._pytree import tree_map_only
 
-from tritoncp.api.attention import flex_attention
+from tritoncp.api.attention import KeywordOptions, flex_attention
 from tritoncp.api.group_call import group_call
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
@@ -32,21 +32,24 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
     mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
     cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
-    return_lse: Literal[True], **options: Any,
+    score_mod: Callable[..., Tensor] | None = ..., return_lse: Literal[True],
+    **options: Unpack[KeywordOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
     mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
     cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
-    return_aux: AuxRequest, **options: Any,
+    score_mod: Callable[..., Tensor] | None = ..., return_aux: AuxRequest,
+    **options: Unpack[KeywordOptions],
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
     mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
     cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
-    **options: Any,
+    score_mod: Callable[..., Tensor] | None = ..., return_lse: Literal[False] = ..., return_aux: None = ...,
+    **options: Unpack[KeywordOptions],
 ) -> Tensor: ...  # fmt: skip
 @graph_entry
 @group_call
