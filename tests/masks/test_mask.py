@@ -31,6 +31,7 @@ from tritoncp.masks import (
     sliding_window,
 )
 from tritoncp.masks.classification import classify
+from tritoncp.masks.visible_keys import count_visible_keys
 
 
 @FEW
@@ -289,3 +290,10 @@ def test_heads_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, heads:
         )
         shifted = shifted.with_intervals()
         assert (shifted[:, first].interval is None) == (shifted.interval is None)
+
+
+def test_keys_that_each_batch_row_and_head_sees_are_counted_apart() -> None:
+    """The mask_mod has no intervals, so that all pairs of masked blocks are evaluated."""
+    mod = lambda b, h, q, k: (q * (b + 2) + k * (h + 1)) % 3 == 0  # noqa: E731
+    mask = create_block_mask(mod, 2, 4, 40, 33, BLOCK_SIZE=16)
+    assert torch.equal(count_visible_keys(mask, 2, 4), mask.to_dense().sum(-1))
