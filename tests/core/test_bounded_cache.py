@@ -35,6 +35,10 @@ def test_a_value_serves_the_very_same_tensors_unedited():
     assert cache.find("key", [tensors[0], tensors[1].clone()]) is None
     tensors[0].add_(1)
     assert cache.find("key", tensors) is None
+    with torch.inference_mode():
+        tensors[0] = torch.ones(3)
+    cache.keep("uncounted edits", tensors, "value")
+    assert cache.find("uncounted edits", tensors) is None
 
 
 def test_state_is_freed_with_its_owner():

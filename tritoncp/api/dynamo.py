@@ -154,8 +154,6 @@ def _block_mask(
     mask_mod = rebuild(structure, tensors, ints)
     state = captured_state(mask_mod)
     key = None if state.key is None else (state.key, tuple(sizes), device)
-    if any(tensor.is_inference() for tensor in state.tensors):
-        key = None
     mask = None if key is None else _MASKS.find(key, state.tensors)
     if mask is None:
         B, H, q_len, kv_len, *blocks = sizes

@@ -104,7 +104,8 @@ class BoundedCache(Generic[K, V]):
 
 class TensorCache(BoundedCache[Any, Any]):
     """A cache of values made from tensors. A look-up hits for the same tensor objects, unedited: they are
-    compared by weak reference (an id may be reused) and by version counter."""
+    compared by weak reference (an id may be reused) and by version counter. Values made from tensors of
+    inference mode, which count no edits, are not kept."""
 
     def find(self, key: Any, tensors: Sequence[Tensor]) -> Any:
         """Return the value of a key that was made from these tensors, None if there is none."""
@@ -120,7 +121,8 @@ class TensorCache(BoundedCache[Any, Any]):
 
     def keep(self, key: Any, tensors: Sequence[Tensor], value: Any) -> None:
         """Store a value with a key and the tensors from which it was made."""
-        self.put(key, (value, [(weakref.ref(tensor), tensor._version) for tensor in tensors]))
+        if not any(tensor.is_inference() for tensor in tensors):
+            self.put(key, (value, [(weakref.ref(tensor), tensor._version) for tensor in tensors]))
 
 
 class OwnedState(Generic[V]):

@@ -16,7 +16,7 @@ from tritoncp.api.plans import make_plan
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
-from tritoncp.integrations.transformers.positions import SHARDS, keep_checked
+from tritoncp.integrations.transformers.positions import SHARDS
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Work
@@ -119,7 +119,7 @@ class ContextParallelPlan:
             return False
         if not bool(mask.all()):
             return True
-        keep_checked(self._checked, mask)
+        self._checked.keep(id(mask), [mask], True)
         return False
 
     def _plan_alike(self, layer: ModelMask) -> Plan:
@@ -175,4 +175,4 @@ class ContextParallelPlan:
                 "position_ids differ from the plan's: pass the tokens, positions and plan of one "
                 "shard_batch(batch, model.config, mesh) to the model, unedited"
             )
-        keep_checked(self._checked, position_ids)
+        self._checked.keep(id(position_ids), [position_ids], True)

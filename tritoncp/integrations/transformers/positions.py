@@ -22,21 +22,13 @@ NO_PLAN = (
     "model, model(**batch); if the model does not pass keyword arguments on to its attention, call "
     "shard_batch(batch, model, mesh), with the model in place of its config"
 )
-
-
-def keep_checked(checked: TensorCache, tensor: Tensor) -> None:
-    """Keep that a tensor passed a check, until it is edited or freed (all layers get one tensor)."""
-    if not tensor.is_inference():  # which counts no edits
-        checked.keep(id(tensor), [tensor], True)
-
-
-_WHOLE = TensorCache(64)
+_WHOLE = TensorCache(64)  # positions that passed the check: all layers get one tensor
 SHARDS: weakref.WeakSet[Any] = weakref.WeakSet()  # plans of shards that no attention has got yet
 
 
 def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: bool) -> None:
     """Raise ValueError if a call without a plan has the positions of a shard. Checked only where there are
-    several ranks; synchronises once for each tensor of positions.
+    several ranks; synchronises once for each tensor of positions, in inference mode in each layer.
 
     mask: of the call; with padding there is no check. from_start: whether there are no earlier keys
     """
@@ -62,4 +54,4 @@ def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: b
             f"position_ids of row {row} continue at {int(position_ids[row, column])} in column {column}, "
             f"while documents begin at 0: {NO_PLAN}"
         )
-    keep_checked(_WHOLE, position_ids)
+    _WHOLE.keep(id(position_ids), [position_ids], True)
