@@ -17,6 +17,7 @@ import tempfile
 import time
 import tomllib
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,18 +171,19 @@ def main() -> int:
     results: dict[str, list[Result]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder
-        with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
+        # not multiprocessing.Pool: its processes may have no children, as the workers of a DataLoader
+        with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as pool:
             measured = list(read_measured("seconds"))
-            if args.measured and pool.apply(run_tests, (measured, 600, "--collect-only")):
+            if args.measured and pool.submit(run_tests, measured, 600, "--collect-only").result():
                 parser.error("build/mutants names tests that no longer exist: run without --measured")
-            pending = [(module, pool.apply_async(try_mutant, (mutant,))) for module, mutant in drawn]
+            pending = [(module, pool.submit(try_mutant, mutant)) for module, mutant in drawn]
             for number, (module, result) in enumerate(pending, 1):
-                if outcome := result.get():
+                if outcome := result.result():
                     results[module].append(outcome)
                     minutes = (time.monotonic() - start) / 60
                     print(f"{number} of {len(pending)}, {minutes:.0f} min: {outcome.describe()}", flush=True)
             killers = {x.failure for of_module in results.values() for x in of_module if "::" in x.failure}
-            failing = pool.apply(find_failing, (sorted(killers),))
+            failing = pool.submit(find_failing, sorted(killers)).result()
     for test in failing:
         print(f"{test} fails without a mutant: its kills do not count")
     for module, of_module in results.items():

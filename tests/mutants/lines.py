@@ -18,7 +18,8 @@ from coverage import CoverageData
 from tests.mutants.sample import MODULES, ROOT, Mutant, copy_checkout
 
 BUILD = ROOT / "build" / "mutants"
-SUITE = (*MODULES, "ops", "api", "multiprocess", "test_fuzz.py", "repo/test_doctests.py")  # of tests/
+# Of tests/.
+SUITE = (*MODULES, "ops", "api", "multiprocess", "test_cli.py", "test_fuzz.py", "repo/test_doctests.py")
 # Tests of the defaults of public functions, and of the kernels that were compiled, by package.
 BESIDE = {
     "": "repo/test_public_surface.py::test_the_public_surface_is_unchanged",
