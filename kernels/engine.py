@@ -242,7 +242,7 @@ class TritonEngine:
         alone = few and q.shape[2] * pack <= FEW
         block = tables.q_block
         if alone or pack > 1:  # wgmma and tcgen05 take 64 rows at least
-            least = 64 if copies(arch) and q.element_size() == 2 else 16
+            least = 64 if copies(arch) else 16
             block = triton.next_power_of_2(max(least, rows * pack))
         tile = config("few" if alone else "forward", q_block=block)
         longest = min(tables.q_block, triton.next_power_of_2(max(1, q.shape[2])))

@@ -72,9 +72,12 @@ def split_axis(value: Tensor, x: Tensor, dim: str) -> int | None:
     """Return the dimension of a tensor that is cut along with x [B, S, ...], None if it is not cut.
 
     >>> x = torch.ones(2, 6, 4)
-    >>> shapes = (2, 6, 4), (1, 6), (1, 1, 6, 4), (6, 8), (6,), (8,)
+    >>> shapes = (2, 6, 4), (1, 6), (1, 1, 6, 4), (6, 8), (6,)
     >>> [split_axis(torch.ones(shape), x, "seq") for shape in shapes]
-    [1, 1, 2, 0, 0, None]
+    [1, 1, 2, 0, 0]
+    >>> others = (5,), (8,), (2, 5), (2, 8), (1, 1, 5), (1, 1, 8)
+    >>> {split_axis(torch.ones(shape), x, "seq") for shape in others}
+    {None}
     """
     batch, rows = x.shape[:2]
     if dim == "batch":

@@ -24,6 +24,7 @@ class Kind(enum.IntEnum):
 
 
 ABSENT = 3  # an unlisted block; only in dense maps of kinds, never in a run
+_QUERIES = 1 << 18  # rows of intervals whose runs are made at a time
 _CELLS = 1 << 20  # pairs of a run and a cell that are counted at a time
 
 
@@ -124,7 +125,7 @@ class Runs:
         rows, cols = -(-q_len // q_block), -(-kv_len // kv_block)
         pad = rows * q_block - q_len  # rows past q_len see nothing, so no ragged block is full
         lo, hi = (torch.nn.functional.pad(t, (0, pad)).view(b * h * rows, q_block) for t in (lo, hi))
-        chunk = max(1, (1 << 18) // q_block)
+        chunk = max(1, _QUERIES // q_block)
         parts = [
             _interval_runs(lo[i : i + chunk], hi[i : i + chunk], kv_block, cols, i)
             for i in range(0, max(1, len(lo)), chunk)

@@ -62,7 +62,7 @@ class Mask(BlockMaskInterface):
     reads: tuple[bool, bool] = (False, False)  # whether mask_mod may depend on b, on h
     tokens: tuple[Tensor, Tensor] | None = None
     # bool [q_len], [kv_len]: which queries and keys are tokens, the others padding; None: all are tokens
-    snapshot: Snapshot | None = field(init=False, repr=False)  # the mask_mod's state when the mask was made
+    snapshot: Snapshot | None = field(init=False)  # the mask_mod's state when the mask was made
     handle: Tensor = field(init=False, repr=False)  # stands for this mask in a compiled graph
 
     def __post_init__(self) -> None:

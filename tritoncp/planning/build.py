@@ -165,10 +165,8 @@ def _place(
     """
     mask = masks[0]
     if balancer is None or world_size == 1:
-        if mask.kv_len == mask.q_len:
-            kv_lengths = kv_lengths or lengths
         name, q = "natural", natural(lengths or pieces(mask.q_len, world_size), mask.q_block)
-        kv = natural(kv_lengths or pieces(mask.kv_len, world_size), mask.kv_block)
+        kv = natural(kv_lengths or lengths or pieces(mask.kv_len, world_size), mask.kv_block)
     else:
         name, function = resolve_balancer(balancer)
         owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size)]

@@ -259,8 +259,6 @@ def _ulysses(plan: Plan, shape: Shape) -> Peak:
     keys, sent_keys, own_keys = (x.wide_kv if summed else x.kv for x in (whole, sends, size))
     grads = whole.q + keys
     running = received + whole.stat + inner.backward + (whole.results if many else grads)
-    if many:  # dQ is rounded before it is sent
-        running = max(running, received + 2 * whole.stat + whole.q + whole.wide_q + whole.wide_kv)
     copied = keys if many else 0  # views of a joint buffer of dK and dV
     largest = own_keys * max(shape.head_dim, shape.v_head_dim) // (shape.head_dim + shape.v_head_dim)
     # The message of dQ, of as many bytes, is freed before dK and dV are allocated.

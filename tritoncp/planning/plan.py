@@ -367,6 +367,10 @@ class Plan(BlockMaskInterface):
             device = torch.device(device)
         return self.derived.tables(self.rank, buffer, by_intervals, device).on_current_stream()
 
+    def tables_for(self, q: Tensor, buffer: int | str = "gathered") -> Tables:
+        """Return :meth:`tables` for queries [B, H, S, D]."""
+        return self.tables(q.device, q.shape[0], q.shape[1], buffer)
+
     def listed(self, buffer: int | str = "gathered") -> tuple[Tensor, Runs]:
         """Return the slots of a KV buffer, and the runs of them that each Q slot of this rank sees."""
         return self.derived.slots(self.rank, buffer), self.derived.runs(self.rank, buffer)

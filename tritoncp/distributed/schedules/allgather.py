@@ -22,7 +22,7 @@ def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
-    tables = plan.tables(q.device, q.shape[0], q.shape[1])
+    tables = plan.tables_for(q)
     out, lse, top = outputs(plan, engine, q, v, want_max)
     kv, q_groups = _groups(plan, k, v, q, out, lse, top)
     flight = yield _gather(plan, *kv[0])
@@ -42,7 +42,7 @@ def backward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
     """Compute dq, and dk and dv in lse's dtype, of this rank's shards; gradients of captures go to the
     engine's buffers."""
-    tables = plan.tables(q.device, q.shape[0], q.shape[1])
+    tables = plan.tables_for(q)
     dq = dq_of_one_step(plan, engine, q, lse)
     kv, q_groups = _groups(plan, k, v, q, dout, lse, delta, dq)
     returning: list[Ticket] = []

@@ -51,6 +51,8 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
     >>> x = torch.empty(2, 7, 3, 8).transpose(1, 2)  # [B, S, H, D], as a projection leaves it
     >>> laid_out_as(x, 4).transpose(1, 2).is_contiguous()
     True
+    >>> laid_out_as(torch.empty(8).expand(2, 7, 3, 8), 4).is_contiguous()
+    True
     """
     *strides, inner = x.stride()
     if inner == 1 and channels == x.shape[3] and 0 not in strides:
@@ -107,9 +109,7 @@ def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(out, dtype=lse.dtype), torch.empty_like(lse), torch.empty_like(lse)
 
 
-def dkdv(
-    engine: Any, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False
-) -> None:
+def dkdv(engine: Any, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False) -> None:
     """Compute the gradients of a step's keys and values, into or added to dk, dv [B, h, rows, D|E]; a fused
     engine adds the gradients of the queries to ``dq``."""
     (b, h, rows, d), e = dk.shape, dv.shape[3]

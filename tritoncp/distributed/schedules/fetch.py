@@ -30,7 +30,7 @@ def forward(
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, engine, q, v, want_max)
     results = out, lse, top, new_state(out, lse)
-    near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
+    near, far = (plan.tables_for(q, where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
     flight = yield request_rows(plan, pack(k, v, k.shape[2]))
     with step_range(plan, 0):
@@ -48,7 +48,7 @@ def backward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
     """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
     buffers."""
-    near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
+    near, far = (plan.tables_for(q, where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
     local = pack(k, v, k.shape[2])
     flight = yield request_rows(plan, local)

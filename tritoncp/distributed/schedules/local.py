@@ -20,7 +20,7 @@ def forward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, engine, q, v, want_max)
-    tables = plan.tables(q.device, q.shape[0], q.shape[1], plan.rank)
+    tables = plan.tables_for(q, plan.rank)
     with step_range(plan, 0):
         engine.forward(ForwardStep(q, k, v, tables, out, lse, top))()
     return out, lse, top
@@ -33,7 +33,7 @@ def backward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Compute (dq, dk, dv) in the dtypes of q, k, v, or dk and dv in ``key_dtype``; gradients of captures go
     to the engine's buffers."""
-    tables = plan.tables(q.device, q.shape[0], q.shape[1], plan.rank)
+    tables = plan.tables_for(q, plan.rank)
     dq = dq_of_one_step(plan, engine, q, lse)
     dk, dv = (empty_grad(x, key_dtype or x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
     step = BackwardStep(q, k, v, dout, lse, delta, tables)

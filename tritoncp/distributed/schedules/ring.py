@@ -26,11 +26,10 @@ def forward(
     out, lse, top = outputs(plan, engine, q, v, want_max)
     results = out, lse, top, new_state(out, lse)
     current = pack(k, v, plan.kv.s_max)
-    where = q.device, q.shape[0], q.shape[1]
     for turn, hop in enumerate(plan.ring):
         flight = yield _send(plan, current, hop.next, (hop.previous,))
         if hop.reads:
-            (keys, values), tables = views(current, k), plan.tables(*where, hop.owner)
+            (keys, values), tables = views(current, k), plan.tables_for(q, hop.owner)
             with step_range(plan, turn):
                 engine.forward(ForwardStep(q, keys, values, tables, *results, turn > 0, hop.more))()
             del keys, values  # views of a buffer that is freed once it was sent
@@ -46,13 +45,12 @@ def backward(
     dq = empty_dq(plan, q, lse.dtype)
     current = pack(k, v, plan.kv.s_max)
     home = torch.zeros_like(current, dtype=lse.dtype)  # gradient of the own K and V
-    where = q.device, q.shape[0], q.shape[1]
     grad_flight: Ticket | None = None
     returned = home[:0]
     for turn, hop in enumerate(plan.ring):
         flight = yield _send(plan, current, hop.next, (hop.previous,))
         if hop.reads:
-            step = BackwardStep(q, *views(current, k), dout, lse, delta, plan.tables(*where, hop.owner))
+            step = BackwardStep(q, *views(current, k), dout, lse, delta, plan.tables_for(q, hop.owner))
             with step_range(plan, turn, "dq"):
                 engine.dq(step, dq, add=turn > 0)()
         if grad_flight is not None:

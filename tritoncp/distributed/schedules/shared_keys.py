@@ -130,7 +130,7 @@ def views_of(plan: Plan, buffer: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _tables(plan: Plan, q: Tensor) -> Any:
     buffer = "gathered" if plan.schedule == "allgather" else "held"
-    return plan.tables(q.device, q.shape[0], q.shape[1], buffer)
+    return plan.tables_for(q, buffer)
 
 
 def _batch_of_row(plan: Plan, batch: int) -> int:

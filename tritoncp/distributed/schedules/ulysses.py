@@ -106,9 +106,7 @@ class StretchesEngine(NamedTuple):
         self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False
     ) -> Callable[[], None]:
         return self._join(
-            lambda engine, q, kv: engine.dkdv(
-                _cut_step(step, q, kv), dk[:, kv], dv[:, kv], dq[:, q], add=add
-            )
+            lambda engine, q, kv: engine.dkdv(_cut_step(step, q, kv), dk[:, kv], dv[:, kv], dq[:, q], add=add)
         )
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:

@@ -27,6 +27,7 @@ PAIRS = 1 << 22  # pairs evaluated at a time: an int64 intermediate of a mask_mo
 _TILES = 1 << 16  # tiles bounded at a time
 _BLOCKS = 1 << 11  # single blocks evaluated at a time
 _UNMERGED_RUNS = 1 << 21  # runs collected before adjacent ones are merged
+_MASKED_BLOCKS = 512  # whose intervals are evaluated at a time, about
 _PROBES = 4  # rows and columns of a block evaluated first
 
 
@@ -138,7 +139,7 @@ def find_intervals(
     if shared.expand(B, H) == runs:
         runs = shared
     parts = [torch.zeros(2, *runs.shape[:2], 0, dtype=torch.int32)]
-    step = max(1, 512 // max(1, int(runs.counts()[0].sum((0, 1)).max()) if rows else 1))
+    step = max(1, _MASKED_BLOCKS // max(1, int(runs.counts()[0].sum((0, 1)).max()) if rows else 1))
     for first in range(0, rows, step):  # rows of blocks, so that one row can end the search
         part = _intervals_of_rows(
             evaluate, runs.take(torch.arange(first, min(rows, first + step))[None]), first, grid

@@ -38,8 +38,8 @@ def whole_branches(work: Work) -> Tensor | None:
 
 def _longest_first(length: Tensor, ranks: int) -> Tensor:
     """Assign the longest branches first, to the rank with the fewest blocks: rank of each branch, int64."""
-    owner, held = torch.zeros_like(length), [0] * ranks
-    for branch in length.argsort(descending=True, stable=True).tolist():
+    lengths, owner, held = length.tolist(), torch.zeros_like(length), [0] * ranks
+    for branch in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         owner[branch] = rank = held.index(min(held))
-        held[rank] += int(length[branch])
+        held[rank] += lengths[branch]
     return owner

@@ -29,6 +29,7 @@ FULL, MASKED = 1.0, 0.55  # opacity of the owner's colour
 SOME = 0.4  # least opacity of a pixel that stands for many blocks, any of them listed
 INK, GREY, OWN = "#212529", "#6c757d", "#f0be50"
 NO_OWNER = (222 / 255, 226 / 255, 230 / 255)
+MASK_WIDTH, TITLE_WIDTH = 90, 150  # characters of the two lines above the picture
 FEW = 10  # most ranks with a distinct palette
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False,
@@ -62,17 +63,14 @@ def draw_figure(facts: Facts, path: str | Path | None = None) -> Figure:
     panels = {"M": _draw_mask, "W": _draw_work, "R": _draw_reads, "T": _write_meaning}
     with matplotlib.rc_context(STYLE):
         figure = PlanFigure(figsize=(15, 12.2), dpi=100, layout="constrained")
-        title = f"{shorten(facts.expression, 90)}\n{shorten(format_title(facts.plan), 150)}"
+        title = f"{shorten(facts.expression, MASK_WIDTH)}\n{shorten(format_title(facts.plan), TITLE_WIDTH)}"
         figure.suptitle(title.strip(), x=0.02, ha="left", size=12)
         axes = figure.subplot_mosaic("MW;MR;TT", width_ratios=(3, 2), height_ratios=(3, 7, 3.3))
         for name, draw in panels.items():
             draw(axes[name], facts)
         if path is not None:
-            try:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                figure.savefig(path)
-            except OSError as error:
-                raise OSError(f"{path} cannot be written: {error}") from error
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
     return figure
 
 

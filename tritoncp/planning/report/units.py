@@ -32,8 +32,8 @@ def format_bytes(count: float) -> str:
 def format_ranks(ranks: list[int]) -> str:
     """Format ascending ranks, consecutive ones as a range.
 
-    >>> format_ranks([0, 1, 2, 5]), format_ranks([3])
-    ('0-2,5', '3')
+    >>> format_ranks([0, 1, 2, 5, 6]), format_ranks([3])
+    ('0-2,5-6', '3')
     """
     groups: list[list[int]] = []
     for rank in ranks:
