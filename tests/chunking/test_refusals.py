@@ -104,6 +104,10 @@ def scores(x: Tensor, w: Tensor) -> Tensor:
     return (x @ x.mT).softmax(-1) @ x
 
 
+def torch_attention(x: Tensor, w: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+
+
 hop = torch.ops.higher_order.associative_scan
 broadcast = torch.ops._c10d_functional.broadcast.default
 REFUSED = {
@@ -130,11 +134,7 @@ REFUSED = {
         with_target("sin", hop),
         "sin.*higher-order op associative_scan, whose function",
     ),
-    "torch's attention": (
-        lambda x, w: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0],
-        unchanged,
-        "torch's attention|two dimensions",
-    ),
+    "torch's attention": (torch_attention, unchanged, "torch's attention|two dimensions"),
     "collective": (
         lambda x, w: (x @ w).sin(),
         with_target("sin", broadcast),
@@ -168,6 +168,19 @@ def test_a_graph_is_refused_on_its_node_and_stays_as_it_was(name):
     assert bool(re.search(r"used by \w+ \(", str(error.value))) is (name != "backward graph")
     gm.graph.lint()
     assert gm.graph.python_code("self").src == before
+
+
+@pytest.mark.parametrize("places", [(), (0.0,), (0.5,)])
+@pytest.mark.parametrize("names", [{}, {"dropout_p": 0.0}, {"dropout_p": 0.5}], ids=str)
+def test_torchs_attention_is_cut_by_batch_without_dropout_alone(places, names):
+    gm = forward_graph(torch_attention)
+    node = node_of(gm, "scaled_dot_product")
+    node.args, node.kwargs = (*node.args[:3], *places), names
+    if 0.5 in places or (not places and 0.5 in names.values()):
+        with pytest.raises(ValueError, match="draws random numbers"):
+            chunk(gm, dim="batch", chunks=2)
+    else:
+        assert chunk(gm, dim="batch", chunks=2)
 
 
 def test_nodes_without_a_module_are_inside_where_they_come_from_regions_and_go_to_regions():
@@ -209,6 +222,14 @@ def test_a_forward_graph_is_cut(dim):
     assert set(marks) == {("layers.0", 0), ("layers.0", 1)}
     assert report.regions == ("layers.0",) and report.live_outs == {"cat": 1}
     assert report.keys == ((1, 2) if dim == "seq" else ()) and not report.waits_for_all_keys
+
+
+def test_several_adjacent_rows_for_each_of_the_batch_are_cut_together():
+    gm = forward_graph(lambda x, w: (x.sin(), x.repeat_interleave(2, 0).cos()))
+    outside(*{node.name for node in gm.graph.nodes} - {"sin", "cos"})(gm)
+    whole = gm(X, torch.eye(6))
+    assert chunk(gm, dim="batch", chunks=2).live_outs == {"cat": 2}
+    assert all(map(torch.equal, gm(X, torch.eye(6)), whole))
 
 
 def test_concrete_graphs_check_their_sizes_and_call_graphs_without_symbols():

@@ -266,6 +266,31 @@ def test_views_of_values_with_gaps_have_the_strides_of_their_chunks(dim):
     torch.testing.assert_close(*results)
 
 
+class Turned(torch.nn.Module):
+    """A layer that views its rows in the order in which they lie in memory: for each token, those of the
+    batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.transpose(0, 1)
+        return self.up(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]).transpose(0, 1)
+
+
+def test_a_piece_of_the_batch_is_copied_where_tokens_lie_before_it_in_memory():
+    torch.manual_seed(0)
+    layers, x = torch.nn.ModuleList([Turned()]), torch.randn(6, 9, 4)
+    mark(x, 0, 3)
+
+    def model(x: Tensor) -> Tensor:
+        return layers[0]((2 * x).transpose(0, 1).contiguous().transpose(0, 1)).square()
+
+    got = compiled(model, lambda gm: chunk(gm, "*", dim="batch", chunks=3))(x)
+    torch.testing.assert_close(got, model(x))
+
+
 class Half(torch.nn.Module):
     """A layer of one weight of small integers, transposed and used in the dtype of its input."""
 
@@ -294,6 +319,27 @@ def test_gradients_are_summed_before_their_cast():
     parts, weight = [part.reshape(-1, 16) for part in x.split(4, 1)], Half().weight.detach().T
     first, last = ((part.T @ (2 * (part @ weight)).bfloat16().float()).bfloat16() for part in parts)
     assert torch.equal(net.layers[0].weight.grad.T, (last + first).float())
+
+
+class Joined(torch.nn.Module):
+    """A layer whose two weights have one gradient before their transposition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Half().weight, Half().weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.a.T + self.b.T).to(x.dtype)
+
+
+def test_a_gradient_of_two_weights_is_summed_once():
+    net = torch.nn.Module()
+    net.layers = torch.nn.ModuleList([Joined()])
+    x = (torch.arange(256.0).view(2, 8, 16) % 5 - 2).bfloat16()
+    mark(x, 1, 2)
+    compiled(lambda x: net.layers[0](x), lambda gm: chunk(gm, dim="seq"))(x).float().sum().backward()
+    rows = x.flatten(0, 1).float().sum(0).expand(16, 16)
+    assert torch.equal(net.layers[0].a.grad, rows) and torch.equal(net.layers[0].b.grad, rows)
 
 
 SAVE_ATTENTION = partial(create_selective_checkpoint_contexts, checkpoint_policy())

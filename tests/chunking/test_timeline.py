@@ -61,9 +61,9 @@ GRAPHS = {  # the graph, and the kind, start and end of each span
     ),
     "a lookup reads its indices and the rows that it returns": (
         lambda b: [
-            b.call(ATEN.index_select.default, b.input("x", 100), 0, b.input("i", 10, dtype=torch.int32))
+            b.call(ATEN.index_select.default, b.input("x", 50, 100), 0, b.input("i", 10, dtype=torch.int32))
         ],
-        [("memory", 0, 10 + 40 + 10)],
+        [("memory", 0, 1000 + 40 + 1000)],
     ),
     "memory that is allocated is not written": (
         lambda b: [b.call(ATEN.neg_.default, b.call(ATEN.empty_like.default, b.input("x", 100)))],
@@ -152,6 +152,17 @@ def test_attention_takes_the_visible_blocks_of_its_plan(mask, blocks):
     times = [span.seconds for span in spans if span.kind == "attention"]
     assert times == [flops * 2 / 4, flops * 5 / 4]
     assert "plan" not in {span.name for span in spans}
+
+
+def test_attention_by_a_mask_of_unknown_documents_takes_the_time_of_all_pairs():
+    def step(q, ids):
+        return tritoncp.flex_attention(q, q, q, block_mask=tritoncp.document(ids=ids))
+
+    with FakeTensorMode():
+        gm = make_fx(step)(torch.empty(2, 4, 512, 64), torch.empty(512, dtype=torch.int64))
+    spans = predict_timeline(gm, replace(UNIT, memory=1e30, flops=4.0)).spans
+    (seconds,) = (span.seconds for span in spans if span.kind == "attention")
+    assert seconds == 2 * 4 * 512 * 512 * 2 * 64 * 2 / 4
 
 
 @pytest.mark.parametrize("dim", ["seq", "batch"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._functorch.aot_autograd import (
     aot_export_joint_simple,
     aot_export_joint_with_descriptors,
@@ -32,6 +33,7 @@ from tests.chunking import models
 from tests.chunking.models import compiled, in_chunks
 from tritoncp import causal, flex_attention
 from tritoncp.chunking import Eager, Pass, chunk, mark
+from tritoncp.chunking.regions import is_backward
 
 B, S, WIDTH = 4, 32, 16
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")
@@ -289,6 +291,22 @@ def test_a_joint_graph_with_descriptors_is_cut(change):
         described = joint.graph_module.graph.output_node().meta
         described["desc"] = change(described["desc"])
         assert chunk(joint.graph_module, dim="seq").live_outs == {"cat": 2, "sum": 2}
+    backward = [is_backward(node) for node in joint.graph_module.graph.nodes if node.op == "call_function"]
+    assert True in backward and all(backward[backward.index(True) :])  # partitioners ask for this order
+
+
+def test_a_gradient_that_is_also_a_result_is_not_summed_over_chunks():
+    model, x = Model(Block()), torch.randn(B, S, WIDTH)
+    mark(x, 1, 2)
+    gm: Any = dynamo_graph_capture_for_export(model)(x)
+    with ExitStack() as stack, torch._guards.tracing(gm.meta["tracing_context"]):
+        joint = aot_export_joint_with_descriptors(stack, gm, (x,)).graph_module
+        output = joint.graph.output_node()
+        results, described = output.args[0], output.meta["desc"]
+        *_, of_layer = (x for x, d in zip(results, described) if isinstance(d, GradAOTOutput))
+        output.args, output.meta["desc"] = ((*results, of_layer),), (*described, described[0])
+        with pytest.raises(ValueError, match="not a gradient"):
+            chunk(joint, dim="seq")
 
 
 def simple_joint(block: nn.Module, x: Tensor) -> GraphModule:
@@ -420,6 +438,24 @@ def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warnin
     place_warnings = [one for one in caught if "first ones, not those of its place" in str(one.message)]
     assert {one.filename for one in place_warnings} == ({__file__} if dim == "seq" else set())
     assert all(("slice" if reads_table else "arange") in str(one.message) for one in place_warnings)
+
+
+class Counted(Placed):
+    """Such a layer that first reads rows of a buffer to which it adds."""
+
+    def __init__(self) -> None:
+        super().__init__(reads_table=False)
+        self.register_buffer("steps", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.steps[:1].clone()
+        self.steps.add_(1)
+        return super().forward(x * steps)
+
+
+def test_rows_of_a_buffer_that_chunks_change_hide_no_warning():
+    with pytest.warns(UserWarning, match="arange.* first ones, not those of its place"):
+        assert_bits_of_eager(Model(Counted()), "seq")
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,10 @@ DIFFERENT = {
         asks(AllToAll(ONE, [0, 2], [0, 4], TWO.clone())),
         asks(AllToAll(ONE, [2, 0], [2, 0], ONE.clone())),
     ),
+    r"\[2, 0\] rows were sent to rank 0, which receives \[0, 0\]": (
+        asks(AllToAll(ONE, [2, 0], [0, 0])),
+        asks(AllToAll(ONE, [0, 2], [0, 2])),
+    ),
 }
 
 

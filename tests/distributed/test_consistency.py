@@ -95,6 +95,11 @@ DIFFERENT = {
         lambda rank, group: make_plan(mask(), group, balancer=["ptrr", "head_tail"][rank]),
         ("'ptrr'", "'head_tail'"),
     ),
+    "options, mask and placement": (
+        "options",
+        lambda rank, group: make_plan(mask(CODE[rank]), group, balancer=["ptrr", "head_tail"][rank]),
+        ("'ptrr'", "'head_tail'"),
+    ),
     "placement": ("placement", deal, ("balancer='mixed'",) * 2),
     "versions": ("versions", plan_by_torch, ("torch 0", "torch 1")),
     "expand": ("expand", expand, ("", "")),
@@ -116,12 +121,15 @@ def test_a_difference_is_named_on_every_rank():
         return texts
 
     for texts in run(2, work):
-        for (field, _, values), text in zip(DIFFERENT.values(), texts, strict=True):
+        for (name, (field, _, values)), text in zip(DIFFERENT.items(), texts, strict=True):
             assert text.startswith(f"Disagreement: the ranks differ in {field}: rank 0 against rank 1"), text
             for rank, value in enumerate(values):
                 assert re.search(rf"Rank {rank} has .*{re.escape(value)}", text), text
             assert len(set(re.findall(r"\(digest [0-9a-f]{8}\)", text))) == text.count("(digest "), text
             assert field != "mask" or "Every rank needs the same global mask" in text
+            assert "They differ in  too" not in text
+            if name == "options, mask and placement":
+                assert "They differ in mask, placement too." in text
 
 
 def test_the_same_call_of_all_ranks_raises_nothing():

@@ -392,6 +392,21 @@ def test_the_error_of_a_lost_message_names_the_ranks_that_caused_it(
     assert kinds is not None or caplog.messages == ["the store of group 'stand-in' failed: gone"]
 
 
+def test_the_error_of_a_lost_message_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=9))
+    store, ranks = dist.HashStore(), [1, 2]
+
+    def append(seconds: float) -> None:
+        rank = ranks.pop()
+        failures._append(StandIn(rank, store), failures.LogEntry(rank, 4, failures.WAITED, "an entry"))
+
+    monkeypatch.setattr(failures.time, "sleep", append)  # between two looks at the log
+    group = StandIn(0, store)
+    message = failures.AwaitedMessage(5, "tensors", lambda: "a message")
+    error = failures.peer_lost(group, failures.record_of(group), message, "lost")
+    assert error.absent == () and not ranks
+
+
 @pytest.mark.parametrize("present", [1, 2])
 def test_a_communicator_is_made_once_all_ranks_are_there(
     present: int, monkeypatch: pytest.MonkeyPatch
@@ -510,12 +525,47 @@ def test_the_first_failure_is_kept_and_one_of_all_ranks_is_none(monkeypatch: pyt
     assert "call 1 of rank 0 failed: ValueError: first" in record.closed
 
 
+def test_a_call_in_a_call_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "_has_others", lambda group: True)
+    group = StandIn(0, dist.HashStore())
+    record = failures.record_of(group)
+    with pytest.raises(ValueError, match="inner"), failures.closing(group), failures.closing(group):
+        raise ValueError("inner")
+    failures._read(group, record)
+    assert record.stopped and not record.closed
+    assert [entry.kind for entry in record.entries] == [failures.FAILED]
+
+
+def test_a_failure_in_a_group_of_one_rank_is_told_to_none(caplog: pytest.LogCaptureFixture) -> None:
+    def work(group: Any) -> list[str]:
+        alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
+        with pytest.raises(ValueError, match="rows"):
+            train(alone, tritoncp.make_plan(mask_of(), alone), 0, shorten)
+        return caplog.messages
+
+    assert run(2, work) == [[], []]
+
+
+@pytest.mark.parametrize("kind", [failures.CLOSED, failures.WAITED])
+def test_ranks_fail_alike_if_the_calls_of_all_raise_after_equally_many_messages(kind: str) -> None:
+    failed = [failures.LogEntry(rank, 4, failures.FAILED, "") for rank in range(2)]
+    other = failures.LogEntry(1, 4, kind, "")
+    later = failed[1]._replace(messages=5)
+    assert failures.Record(entries=failed).stops(2) == []
+    for entries in (failed[:1], [failed[0], other], [failed[0], later]):
+        assert failures.Record(entries=entries).stops(2) == entries
+
+
 def test_a_message_that_a_graph_cannot_start_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("refused")
 
-    monkeypatch.setattr(collectives, "_start", refuse)
     monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=9))
     request = collectives.AllGather(torch.ones(1))
-    with pytest.raises(failures.PeerLost, match=r"ranks 1, 2 did not come .*\(refused\)"):
-        collectives.start_in_graph(request, StandIn(0, dist.HashStore()))
+    text = (
+        r"rank 0 of 3 was at turn 1 of a layer's schedule, AllGather.* ranks 1, 2 did not come .*\(refused\)"
+    )
+    for start in (refuse, lambda *_: collectives.Ticket(None, mock.Mock(wait=refuse), request, on_host=True)):
+        monkeypatch.setattr(collectives, "_start", start)
+        with pytest.raises(failures.PeerLost, match=text):
+            collectives.start_in_graph(request, StandIn(0, dist.HashStore()))

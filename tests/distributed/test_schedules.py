@@ -51,6 +51,18 @@ def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, group: int
         assert set(keys[0].tolist()) == set(reading[0].tolist())
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_intervals_of_one_head_serve_no_other(schedule: str, world_size: int) -> None:
+    """Lists of the first head serve all; each rank has fewer queries than heads."""
+    size, heads = world_size, 6
+    mask = create_block_mask(lambda b, h, q, kv: kv <= q - h % 2, None, None, size, size, BLOCK_SIZE=size)
+    mask = mask.with_intervals()
+    x = qkv(size, heads=heads, kv_heads=heads, dtype=F64)
+    plan, start = build(mask, world_size, balancer=None, schedule=schedule), cotangents(x)
+    agree(over_ranks(x, plan, start=start), oracle(x, mask, start=start), 1e-12)
+
+
 # -- messages -----------------------------------------------------------------------------------------
 
 

@@ -199,9 +199,10 @@ def test_keys_in_steps_count_once(name: str, split: int) -> None:
 
 
 def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str = "sm_90", batch: int = 1,
-           keys: int = 4096, device: str = "cpu", first: int = 0, **options: Any) -> Any:  # fmt: skip
+           keys: int = 4096, device: str = "cpu", first: int = 0, dtype: torch.dtype = torch.bfloat16,
+           **options: Any) -> Any:  # fmt: skip
     """Prepare the kernel launch for this architecture, of queries from ``first`` on; the first of two."""
-    x = [torch.empty(batch, n, s, 128, dtype=torch.bfloat16, device=device)
+    x = [torch.empty(batch, n, s, 128, dtype=dtype, device=device)
          for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]  # fmt: skip
     tables = single(mask or full_mask(rows, keys)).tables("cpu", batch, heads)
     tables = replace(tables, q_first=first) if first else tables
@@ -240,8 +241,14 @@ def test_rows_fill_tiles(
     assert plain.args["PACK"] == 1 and tiles_and_heads(plain)[1] == shape[1]
 
 
-def test_the_smallest_tiles_of_an_architecture_without_wgmma_have_16_rows() -> None:
+def test_the_smallest_tiles_without_wgmma_have_16_rows() -> None:
     assert launch(1, 8, 8, arch="sm_80").config.BLOCK_M == 16
+    assert launch(1, 8, 8, dtype=F32).config.BLOCK_M == 16
+
+
+def test_tiles_of_few_rows_hold_at_most_64_of_all_heads() -> None:
+    few, limit, more = (launch(rows, 32, 8).config for rows in (1, 16, 17))
+    assert few == limit != more
 
 
 @pytest.mark.parametrize(
@@ -266,7 +273,8 @@ def test_no_program_of_a_dense_slot_or_a_window_is_without_rows(side: str) -> No
         rows = -(-n // tile)
         size = {"q": (n, 9), "kv": (9, n)}[side]
         for mod, count in ((causal(), rows), (by_head, rows if n <= block and tile <= block else None)):
-            tables = single(create_block_mask(mod, None, 1, *size, BLOCK_SIZE=block)).tables("cpu", 1, 1)
+            blocks = {"q": (block, 32), "kv": (32, block)}[side]
+            tables = single(create_block_mask(mod, None, 1, *size, BLOCK_SIZE=blocks)).tables("cpu", 1, 1)
             assert count_tiles(tables, side, tile) == (count or -(-n // block) * -(-block // tile))
 
 
@@ -321,6 +329,7 @@ def test_programs_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert splits == (1 if rows > 127 else max(1, min(264 // programs, tiles // 2, states)))
         chosen.add(splits)
     assert len(chosen) > 8
+    assert launch(1, 32, 8, device="meta", invariant=True).args["splits"] is None
 
 
 def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(

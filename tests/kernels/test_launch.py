@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -87,6 +88,18 @@ def test_layouts_that_are_promised_and_not_kept_are_found_where_kernels_are_inte
     engine.forward(ForwardStep(*x, tables, out, lse))()
     with pytest.raises(AssertionError, match=r"forward_kernel.*layouts"):
         engine.forward(ForwardStep(x.q.transpose(1, 2), x.k, x.v, tables, out, lse))
+
+
+def test_a_kernel_is_launched_as_it_was_compiled_first() -> None:
+    x, plan = qkv(S, heads=2), make_plan(create_block_mask(causal(), 1, 1, S, S))
+    results = torch.empty_like(x.q), torch.empty(1, 2, S)
+    launch = TritonEngine(Mods(), 0.25).forward(ForwardStep(*x, plan.tables("cpu", 1, 2), *results)).parts[0]
+    compiled, launched = [mock.MagicMock() for _ in range(2)], launch._replace(compiled=[])
+    launched.compiled.extend(compiled)
+    launched()
+    compiled[0].__getitem__.assert_called_once_with(launch.grid)
+    compiled[0][launch.grid].assert_called_once_with(*launch.values)
+    assert not compiled[1].mock_calls
 
 
 def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:

@@ -1,5 +1,7 @@
 """Closed forms as mask_mods, row intervals and windows: all three are the same mask."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -25,6 +27,7 @@ from tritoncp.masks import (
     tree,
 )
 from tritoncp.masks.closed_forms import Selection
+from tritoncp.masks.mask_mod import num_batch_rows
 from tritoncp.reference.dense import dense_attention
 
 N = 48  # tokens every drawn closed form covers
@@ -96,6 +99,24 @@ def test_there_are_intervals_wherever_there_can_be(
         parts_have = all(m.intervals(q_len, kv_len) is not None for m in (one, two))
         if bool((starts <= 1).all()) and (parts_have or mod is one):
             assert mod.intervals(rows, kv_len) is not None
+
+
+def test_intervals_that_touch_or_overlap_are_joined() -> None:
+    """Those of keys 0 to 4, an empty one at 0."""
+    bounds = [(0, 0), *((lo, hi) for lo in range(5) for hi in range(lo + 1, 5))]
+    for one, two in product(bounds, bounds):
+        keys = sorted({*range(*one), *range(*two)})
+        got = or_masks(causal(), causal())._join_intervals(torch.tensor(one), torch.tensor(two))
+        has_gap = keys != list(range(keys[0], keys[-1] + 1)) if keys else False
+        assert (got is None) == has_gap
+        assert has_gap or list(range(*map(int, got))) == keys
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rows"), [(3, 1), (torch.tensor(3), 1), (torch.tensor([3]), 1), (torch.tensor([3, 4]), 2)]
+)
+def test_a_prefix_has_the_batch_rows_of_its_tensor(prefix: int | Tensor, rows: int) -> None:
+    assert num_batch_rows(prefix_lm(prefix)) == rows
 
 
 @LAWS

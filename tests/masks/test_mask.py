@@ -225,6 +225,16 @@ def test_an_interval_found_for_one_batch_row_does_not_serve_others_it_may_not_ho
         assert mask.interval_for(1, 1) is mask.interval
         assert (mask.interval_for(4, 1) is None) == reads[0]
         assert (mask.interval_for(1, 4) is None) == reads[1]
+        assert (mask.listed_rows(1, 1).interval is None) == reads[0]
+
+
+@pytest.mark.parametrize("size", [(5, 8), (8, 5), (5, 5), (8, 8)])
+def test_pairs_past_the_last_query_or_key_are_invisible(size) -> None:
+    grid = classify.Grid(*size, 4, 4)
+    blocks = torch.cartesian_prod(*map(torch.arange, (1, 1, 2, 2)))
+    (chunk,) = classify.evaluate_blocks(lambda *_: torch.ones(4, 4, 4, dtype=torch.bool), blocks, grid)
+    visible = chunk[1].view(2, 2, 4, 4).transpose(1, 2).reshape(8, 8)
+    assert bool(visible[: size[0], : size[1]].all()) and int(visible.sum()) == size[0] * size[1]
 
 
 def test_pickle_and_pictures() -> None:

@@ -234,7 +234,7 @@ def local_calls(group: Any, count: int) -> tuple[list[int], int]:
     q = torch.ones(1, 1, 2, 8)
 
     def train() -> None:
-        tritoncp.flex_attention(*shards(), mask, group)
+        tritoncp.flex_attention(*(x.requires_grad_() for x in shards()), mask, group).sum().backward()
 
     first = count_exchanges(train)
     if group.rank() == 0:

@@ -21,8 +21,12 @@ from tritoncp.planning.report.facts import Facts
 def test_pairs_are_those_of_the_listed_blocks(name: str, balancer: str | None, world_size: int) -> None:
     mask = CASES[name]()
     kinds = (mask.runs.to_kinds() != 3).double()  # [Bm, Hm, rows, columns]
-    pairs = kinds.repeat_interleave(32, 2).repeat_interleave(32, 3)[:, :, : mask.q_len, : mask.kv_len]
-    pairs = pairs.mean(1)
+    size, block = (mask.q_len, mask.kv_len), mask.BLOCK_SIZE
+    pairs = (
+        kinds.repeat_interleave(block[0], 2)
+        .repeat_interleave(block[1], 3)[:, :, : size[0], : size[1]]
+        .mean(1)
+    )
     plan = make_plan(mask, world_size=world_size, rank=0, balancer=balancer)
     for rank in range(world_size):
         (got,) = cost._pairs(plan, [rank])

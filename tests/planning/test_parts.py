@@ -11,6 +11,7 @@ import torch
 
 from tritoncp import and_masks, causal, create_block_mask, document, flex_attention, make_plan, sliding_window
 from tritoncp.ops import engine_factory
+from tritoncp.planning.parts import chunk_range
 
 S = 96
 IDS = torch.tensor([0] * 40 + [1] * 56)
@@ -43,6 +44,31 @@ def test_needs_are_the_chunks_of_visible_keys(name, chunks):
     tiles = [rows.chunk(chunks, 1) for rows in dense.chunk(chunks)]
     seen = torch.tensor([[bool(tile.any()) for tile in row] for row in tiles])
     assert torch.equal(plan.needs(chunks), seen)
+
+
+def test_chunks_are_as_long_as_the_first_but_the_last_which_is_not_empty():
+    for rows, count in itertools.product(range(30), range(1, 9)):
+        bounds = [min(chunk * -(-rows // count), rows) for chunk in range(count + 1)]
+        if bounds[-2] == rows > 0:
+            with pytest.raises(
+                ValueError, match=f"keys in {count} chunks of {bounds[1]} leave none for the last"
+            ):
+                chunk_range(rows, 0, count, "keys")
+        else:
+            ranges = [chunk_range(rows, chunk, count, "keys") for chunk in range(count)]
+            assert ranges == [range(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize("axis", ["b", "h"])
+def test_blocks_that_are_listed_for_other_rows_or_heads_too_are_needed_whole(axis):
+    """Row or head 0 sees the even halves of blocks, the others the odd ones, by lists made for the first."""
+
+    def halves(b, h, q, kv):
+        return (q >= kv) & ((kv % 32 < 16) == ({"b": b, "h": h}[axis] == 0))
+
+    plan = make_plan(create_block_mask(halves, None, None, S, S, BLOCK_SIZE=32))
+    blocks = torch.ones(3, 3, dtype=torch.bool).tril()
+    assert torch.equal(plan.needs(6), blocks.repeat_interleave(2, 0).repeat_interleave(2, 1))
 
 
 def test_chunks_have_numbers_and_the_keys_that_they_see():

@@ -28,8 +28,9 @@ from tritoncp.masks import (
 )
 from tritoncp.masks.transposed_runs import transpose
 from tritoncp.planning.build import build
-from tritoncp.planning.placement import row_positions
+from tritoncp.planning.placement import row_positions, sort_by_position
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import slot_runs
 from tritoncp.planning.work import MASKED_BLOCK_COST
 
 BALANCERS = ["ptrr", "head_tail", "contiguous", None]
@@ -189,6 +190,17 @@ def test_local_intervals_equal_the_visible_keys_of_each_row(
                 assert torch.equal(visible, dense[position])
 
 
+@given(plans())
+def test_slots_without_tokens_list_no_blocks(plan: Plan) -> None:
+    """They are behind the others where batch rows have more or fewer slots."""
+    q, kv = (sort_by_position(torch.cat(side.slots, 1)[-1:]) for side in (plan.q, plan.kv))
+    fewer = [slots.index_fill(1, torch.tensor([slots.shape[1] - 1]), 0) for slots in (q, kv)]
+    want = slot_runs(plan.mask, q, kv).to_kinds()[-1]
+    want[:, -1], want[..., -1] = ABSENT, ABSENT
+    got = slot_runs(plan.mask, *map(torch.cat, zip((q, kv), fewer, strict=True))).to_kinds()
+    assert torch.equal(got[-1], want)
+
+
 def test_windows_need_no_tables_only_where_positions_are_in_order() -> None:
     mask = create_block_mask(sliding_window(9, 4), None, None, 64, 64, BLOCK_SIZE=8)
     assert build(mask).tables("cpu", 1, 1).window == (9, 4)
@@ -215,6 +227,30 @@ def test_plans_of_other_blocks_owners_or_schedules_have_another_identity(digest:
         )
         pairs.add(((name, *plan.owners[0].tolist(), schedule), plan.identity))
     assert len(pairs) == len({identity for _, identity in pairs})
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("balancer", [None, "ptrr"])
+def test_parts_of_a_plan_have_identities_of_their_own_on_every_rank(
+    balancer: str | None, world_size: int
+) -> None:
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv + h, 1, 2, 64, 64, BLOCK_SIZE=8)
+
+    def identities(rank: int) -> list[Any]:
+        plan = replace(build(mask, world_size, rank, balancer=balancer), mask_digest=b"of the mask")
+        parts = [plan.part(1, 2, keys=keys) for keys in (None, 2)] + [plan.part(0, 2)]
+        parts += [plan.of_heads(0, 1), plan.of_heads(1, 1), plan.of_sdpa(True), plan.of_sdpa(False)]
+        return [part.identity for part in (plan, *parts)]
+
+    first, *others = map(identities, range(world_size))
+    assert len(set(first)) == len(first) and all(other == first for other in others)
+
+
+def test_as_many_ranks_exchange_heads_as_divide_the_world_and_have_one_each() -> None:
+    mask = create_block_mask(causal(), None, None, 64, 64, BLOCK_SIZE=8)
+    degrees = {(1, 1): 1, (4, 1): 1, (4, 3): 2, (4, 4): 4, (4, 9): 4, (5, 4): 1, (6, 5): 3}
+    got = {sizes: build(mask, sizes[0], schedule="ulysses").degree_for(sizes[1]) for sizes in degrees}
+    assert got == degrees
 
 
 @given(plans())

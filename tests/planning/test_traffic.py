@@ -25,6 +25,7 @@ CASES: dict[str, Callable[[], Mask]] = {
     name: Case((name, 55), batch=2, length=120, kv_length=120, block=32).block_mask
     for name in (*NAMES, "causal documents of rows")
 }
+CASES["one query a rank"] = Case(("causal", 0), batch=1, length=5, kv_length=5, block=1).block_mask
 
 
 def plans(name: str, balancer: str | None, world: int) -> list[Plan]:
@@ -55,7 +56,7 @@ def test_visible_blocks_and_traffic_are_the_masks(name: str, balancer: str | Non
             real = [
                 positions[b % len(positions)][positions[b % len(positions)] >= 0] for b in range(len(want))
             ]
-            rows = sum(int(want[b, at // 32].sum()) for b, at in enumerate(real))
+            rows = sum(int(want[b, at // reader.mask.kv_block].sum()) for b, at in enumerate(real))
             assert int(reader.traffic[reader.rank, owner.rank]) == rows
 
 
@@ -75,7 +76,7 @@ def test_fetched_are_the_visible_remote_blocks_and_no_other(
             own = local[b % len(local)]
             remote = torch.ones(plan.kv.length, dtype=torch.bool)
             remote[own[own >= 0]] = False
-            visible = want[b].repeat_interleave(32)[: plan.kv.length] & remote
+            visible = want[b].repeat_interleave(plan.mask.kv_block)[: plan.kv.length] & remote
             present = positions[b % len(positions)]
             assert present[present >= 0].sort().values.tolist() == visible.nonzero()[:, 0].tolist()
         assert list(got.takes) == [other.fetch.sends[plan.rank] for other in all_plans]

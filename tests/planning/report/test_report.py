@@ -78,12 +78,12 @@ def test_the_missing_library_is_named(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
-@pytest.mark.parametrize("block", [128, 16])  # a block a pixel, and 8 x 8
+@pytest.mark.parametrize("block", [4096, 128, 16])  # one block, a block a pixel, and 8 x 8
 def test_a_pixel_has_the_owners_colour_and_the_share_of_its_blocks(balancer: str, block: int) -> None:
-    plan, side = document_plan(4096, 4, balancer, block), 32
-    pixels, paint = drawing.mask_pixels(plan, side), drawing.colours(4)
+    plan, side = document_plan(4096, 4, balancer, block), min(32, 4096 // block)
+    pixels, paint = drawing.mask_pixels(plan, 32), drawing.colours(4)
     opacity = torch.tensor([drawing.MASKED, 1, 1, 0.0])[plan.mask.runs.to_kinds()[0, 0].long()]
-    share = opacity.view(side, 128 // block, side, 128 // block).mean((1, 3))
+    share = opacity.view(side, 4096 // block // side, side, -1).mean((1, 3))
     torch.testing.assert_close(pixels[..., 3], torch.where(share > 0, share.clamp(min=drawing.SOME), 0))
     colour = paint[plan.owners[0]].view(side, -1, 3).mean(1)[:, None].expand(-1, side, -1)
     torch.testing.assert_close(pixels[..., :3], colour)
