@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from tritoncp import flex_attention
 from tritoncp.chunking import Eager
-from tritoncp.chunking.regions import is_backward
 
 
 @dataclass(frozen=True)
@@ -200,8 +199,6 @@ def compiled(
 
     def partition(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         rewrite(gm)
-        backward = [is_backward(node) for node in gm.graph.nodes if node.op == "call_function"]
-        assert backward == sorted(backward), "a node of the forward pass after one of the backward pass"
         return default_partition(gm, inputs, **kwargs)
 
     def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from tritoncp import causal, create_block_mask, flex_attention, make_plan
-from tritoncp.chunking import Eager, chunk, concretise
+from tritoncp.chunking import Eager, attention, chunk, concretise
 from tritoncp.chunking.eager import split_axis
-from tritoncp.chunking.regions import regions_of
+from tritoncp.chunking.regions import is_backward, regions_of
 from tritoncp.chunking.sizes import free_symbols
 from tritoncp.ops.call import decode_spec, encode_spec
 
@@ -224,6 +225,19 @@ def test_a_forward_graph_is_cut(dim):
     assert report.keys == ((1, 2) if dim == "seq" else ()) and not report.waits_for_all_keys
 
 
+def test_forward_values_are_joined_before_the_backward_pass():
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        inside = x.sin()
+        return w.tan(), inside.cosh()
+
+    gm = forward_graph(fn)
+    for name in ("tan", "cosh"):
+        with_backward(name)(gm)
+    chunk(gm, dim="seq")
+    backward = [is_backward(node) for node in gm.graph.nodes if node.op == "call_function"]
+    assert backward == sorted(backward) and sum(backward) == 2
+
+
 def test_several_adjacent_rows_for_each_of_the_batch_are_cut_together():
     gm = forward_graph(lambda x, w: (x.sin(), x.repeat_interleave(2, 0).cos()))
     outside(*{node.name for node in gm.graph.nodes} - {"sin", "cos"})(gm)
@@ -291,6 +305,15 @@ def test_eager_chunking_splits_other_tensors_where_they_have_the_size():
         ]
         assert split_axis(value, x, "seq") == (seq[0] if seq else None)
         assert split_axis(value, x, "batch") == (0 if shape[:1] == (batch,) else None)
+
+
+def test_chunks_of_a_sequence_share_their_keys_unless_they_repeat_the_exchange(monkeypatch):
+    plan = make_plan(create_block_mask(causal(), 1, 1, 32, 32), world_size=2, rank=0, schedule="allgather")
+    monkeypatch.setattr(attention, "plan_between_ranks", lambda node: plan)
+    node = node_of(forward_graph(attend), "tritoncp.forward")
+    for dim, repeat, carries in product(("seq", "batch"), (False, True), (False, True)):
+        cut = SimpleNamespace(dim=dim, repeat=repeat, carries=lambda x, carries=carries: carries)
+        assert attention.shares_keys(node, cut) == (dim == "seq" and carries and not repeat)
 
 
 def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():

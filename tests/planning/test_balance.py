@@ -1,6 +1,8 @@
 """Tests of balancers: every block is assigned once, evenly; PTRR equals torch's; locality sends few rows."""
 
 from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -286,6 +288,19 @@ def test_balancers_count_work_as_plans_do(length: int, world_size: int, name: st
 
 
 # -- locality -----------------------------------------------------------------------------------------
+
+
+def test_blocks_are_swapped_with_any_rank_that_makes_the_busiest_less_busy() -> None:
+    """The least busy rank, the second, has no block to swap."""
+    owner, costs = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([2, 2, 2, 1.5, 1.2], dtype=torch.float64)
+    work: Any = SimpleNamespace(costs=costs, world_size=3)
+    assert loads(even_work(owner, work, 3.6), costs, 3).tolist() == [3.5, 2, 3.2]
+
+
+def test_a_document_of_two_blocks_stays_on_one_rank() -> None:
+    mask = and_masks(causal(), document(lengths=[*[4] * 4, 8, *[4] * 4]))
+    (work,) = work_of_rows([create_block_mask(mask, None, None, 40, 40, BLOCK_SIZE=4)], 8)
+    assert [4, 5] in map(sorted, per_document(work))
 
 
 @pytest.mark.parametrize("name", MOST)
