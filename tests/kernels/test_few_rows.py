@@ -339,6 +339,7 @@ def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(
     partial sums stay small."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
     step, chosen = TritonEngine(Mods(), 1.0, arch="sm_90"), set()
+    invariant = TritonEngine(Mods(), 1.0, {"invariant": True}, arch="sm_90")
     for batch, (heads, kv_heads), keys in itertools.product(
         (1, 3, 33), ((8, 8), (8, 2), (33, 11), (4, 2)), (128, 1000, 1024, 11 * 1024)
     ):
@@ -351,7 +352,7 @@ def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(
             monkeypatch.setattr(engine, "MAX_PARTIAL_BYTES", limit)
             crowded = batch * kv_heads * -(-keys // step.config("dkdv", q, k, tables).BLOCK_N) >= 2 * 132
             group = 1 if crowded or sums > limit else heads // kv_heads
-            assert step.split(q, k, tables) == group
+            assert step.split(q, k, tables) == group and invariant.split(q, k, tables) == 1
             chosen.add((crowded, group))
     assert chosen == {(True, 1), *((False, group) for group in range(1, 5))}
 

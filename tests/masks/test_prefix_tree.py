@@ -56,6 +56,8 @@ def test_a_window_may_exceed_every_length() -> None:
     index = torch.arange(7)
     near, whole = (tree([-1, 0, 0], [3, 2, 2], window=(left, -1)) for left in (2**70, -1))
     assert torch.equal(*(mod(None, None, index[:, None], index) for mod in (near, whole)))
+    assert repr(whole) == "tree(tokens=[7])"
+    assert repr(tree([-1], [7], window=(3, -1))) == "tree(tokens=[7], left=3)"
 
 
 def forest(n: int) -> list[int]:
