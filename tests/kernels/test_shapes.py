@@ -9,7 +9,6 @@ from torch import Tensor
 
 import tritoncp
 from tests.kernels.support.harness import F32, F64, QKV, agree, check, cotangents, qkv, run, same
-from tritoncp.kernels.tile_rules import pieces
 from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
 DIMS = [16, 24, 40, 64, 80, 96, 128, 192, 256]
@@ -26,14 +25,6 @@ def test_every_head_dim_and_dq_other_than_dv(dim: int, v_dim: int, dtype: torch.
 @pytest.mark.parametrize("dim", [1, 3, 8, 17, 65, 130, 200, 255])
 def test_odd_head_dims_are_padded(dim: int) -> None:
     check(qkv(20, dim=dim, v_dim=257 - dim), full_mask(20, 20, block=16))
-
-
-def test_pieces_hold_every_dim_in_two_powers_of_two() -> None:
-    for dim in range(1, 257):
-        first, rest = pieces(dim)
-        assert first & (first - 1) == 0 and rest & (rest - 1) == 0
-        assert 16 <= first <= 128 and (rest == 0 or 16 <= rest < first or first == rest == 128)
-        assert dim <= first + rest < max(17, 2 * dim)
 
 
 BLOCKS = [16, 64, 100, 8, (64, 128), (128, 32), (16, 100), (48, 24)]

@@ -16,6 +16,18 @@ S = 1 << 20
 IDS = torch.arange(300).repeat_interleave(S // 300 + 1)[:S]
 
 
+def count_evaluated(monkeypatch) -> list[int]:
+    """Return the list to which each evaluation of a mask_mod appends its number of pairs."""
+    sizes = []
+
+    def counting(mask_mod, device):
+        evaluate = torch_evaluator(mask_mod, device)
+        return lambda b, h, q, kv: sizes.append(len(q) * q.shape[1] * kv.shape[1]) or evaluate(b, h, q, kv)
+
+    monkeypatch.setattr("tritoncp.masks.classification.classify.torch_evaluator", counting)
+    return sizes
+
+
 def test_the_signature_is_torchs() -> None:
     public, torchs = (
         inspect.signature(f).parameters for f in (tritoncp.create_block_mask, flex.create_block_mask)
@@ -40,15 +52,7 @@ def test_the_signature_is_torchs() -> None:
 )
 def test_a_million_tokens_take_few_evaluations_and_little_memory(mod, form, monkeypatch) -> None:
     """Traced and closed forms have the same runs; of 2^40 pairs a few million are evaluated."""
-    evaluated = []
-
-    def counting(mask_mod, device):
-        evaluate = torch_evaluator(mask_mod, device)
-        return lambda b, h, q, kv: (
-            evaluated.append(q.shape[1] * kv.shape[1] * len(q)) or evaluate(b, h, q, kv)
-        )
-
-    monkeypatch.setattr("tritoncp.masks.classification.classify.torch_evaluator", counting)
+    evaluated = count_evaluated(monkeypatch)
     traced = tritoncp.create_block_mask(mod, None, None, S, S)
     assert sum(evaluated) < 2 * S and max(evaluated) <= PAIRS
     closed = tritoncp.create_block_mask(form, None, None, S, S)
@@ -65,13 +69,7 @@ def test_a_mask_that_cannot_be_traced_is_evaluated_in_bounded_chunks(monkeypatch
 
     monkeypatch.setattr("tritoncp.masks.classification.classify.PAIRS", 1 << 12)
     assert Bounds.of(opaque) is None
-    sizes = []
-
-    def recording_evaluator(mask_mod, device):
-        evaluate = torch_evaluator(mask_mod, device)
-        return lambda b, h, q, kv: sizes.append(len(q) * q.shape[1] * kv.shape[1]) or evaluate(b, h, q, kv)
-
-    monkeypatch.setattr("tritoncp.masks.classification.classify.torch_evaluator", recording_evaluator)
+    sizes = count_evaluated(monkeypatch)
     mask = masks.create_block_mask(opaque, None, None, 400, 300, BLOCK_SIZE=64)
     assert mask.runs == masks.create_block_mask(tritoncp.causal(), None, None, 400, 300, BLOCK_SIZE=64).runs
     assert max(sizes) <= 1 << 12
