@@ -438,7 +438,7 @@ def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warnin
 
 
 class Counted(Placed):
-    """Such a layer that first reads rows of a buffer to which it adds."""
+    """A layer that makes positions, and first reads rows of a buffer to which it adds."""
 
     def __init__(self) -> None:
         super().__init__(reads_table=False)

@@ -102,7 +102,7 @@ def test_there_are_intervals_wherever_there_can_be(
 
 
 def test_intervals_that_touch_or_overlap_are_joined() -> None:
-    """Those of keys 0 to 4, an empty one at 0."""
+    """Intervals of keys 0 to 4, the empty one at 0."""
     bounds = [(0, 0), *((lo, hi) for lo in range(5) for hi in range(lo + 1, 5))]
     for one, two in product(bounds, bounds):
         keys = sorted({*range(*one), *range(*two)})

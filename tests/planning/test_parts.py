@@ -61,7 +61,7 @@ def test_chunks_are_as_long_as_the_first_but_the_last_which_is_not_empty():
 
 @pytest.mark.parametrize("axis", ["b", "h"])
 def test_blocks_that_are_listed_for_other_rows_or_heads_too_are_needed_whole(axis):
-    """Row or head 0 sees the even halves of blocks, the others the odd ones, by lists made for the first."""
+    """Row or head 0 sees even halves of blocks, row or head 1 odd halves, by lists of row and head 0."""
 
     def halves(b, h, q, kv):
         return (q >= kv) & ((kv % 32 < 16) == ({"b": b, "h": h}[axis] == 0))

@@ -192,7 +192,7 @@ def test_local_intervals_equal_the_visible_keys_of_each_row(
 
 @given(plans())
 def test_slots_without_tokens_list_no_blocks(plan: Plan) -> None:
-    """They are behind the others where batch rows have more or fewer slots."""
+    """Where batch rows have more or fewer slots, empty slots come last."""
     q, kv = (sort_by_position(torch.cat(side.slots, 1)[-1:]) for side in (plan.q, plan.kv))
     fewer = [slots.index_fill(1, torch.tensor([slots.shape[1] - 1]), 0) for slots in (q, kv)]
     want = slot_runs(plan.mask, q, kv).to_kinds()[-1]
@@ -242,8 +242,8 @@ def test_parts_of_a_plan_have_identities_of_their_own_on_every_rank(
         parts += [plan.of_heads(0, 1), plan.of_heads(1, 1), plan.of_sdpa(True), plan.of_sdpa(False)]
         return [part.identity for part in (plan, *parts)]
 
-    first, *others = map(identities, range(world_size))
-    assert len(set(first)) == len(first) and all(other == first for other in others)
+    of_ranks = list(map(identities, range(world_size)))
+    assert of_ranks == [of_ranks[0]] * world_size and len(set(of_ranks[0])) == len(of_ranks[0])
 
 
 def test_as_many_ranks_exchange_heads_as_divide_the_world_and_have_one_each() -> None:

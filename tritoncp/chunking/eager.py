@@ -75,8 +75,8 @@ def split_axis(value: Tensor, x: Tensor, dim: str) -> int | None:
     >>> shapes = (2, 6, 4), (1, 6), (1, 1, 6, 4), (6, 8), (6,)
     >>> [split_axis(torch.ones(shape), x, "seq") for shape in shapes]
     [1, 1, 2, 0, 0]
-    >>> others = (5,), (8,), (2, 5), (2, 8), (1, 1, 5), (1, 1, 8)
-    >>> {split_axis(torch.ones(shape), x, "seq") for shape in others}
+    >>> shapes = (5,), (8,), (2, 5), (2, 8), (1, 1, 5), (1, 1, 8)
+    >>> {split_axis(torch.ones(shape), x, "seq") for shape in shapes}
     {None}
     """
     batch, rows = x.shape[:2]
