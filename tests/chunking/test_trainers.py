@@ -114,13 +114,11 @@ def results(model: nn.Module, call: Callable[..., Any], x: Tensor) -> list[Tenso
     return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def assert_bits_of_eager(
-    model: nn.Module, dim: str = "seq", chunks: int = 2, batch: int = B, rows: int = S
-) -> None:
+def assert_bits_of_eager(model: nn.Module, dim: str = "seq", chunks: int = 2, rows: int = S) -> None:
     eager = in_chunks(model, chunks, dim)
     call = compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks))
     for size in (rows, 2 * rows):
-        x = torch.randn(batch, size, WIDTH) if dim == "seq" else torch.randn(size // 4, S, WIDTH)
+        x = torch.randn(B, size, WIDTH) if dim == "seq" else torch.randn(size // 4, S, WIDTH)
         want = results(eager, eager, x)
         mark(x, ("batch", "seq").index(dim), chunks)
         assert all(map(torch.equal, results(model, call, x), want))
