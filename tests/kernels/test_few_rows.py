@@ -265,13 +265,13 @@ def test_blocks_of_few_rows_are_filled_too(block: int, heads: tuple[int, int], p
 @pytest.mark.parametrize("side", ["q", "kv"])
 def test_no_program_of_a_dense_slot_or_a_window_is_without_rows(side: str) -> None:
     """Other masks have the tiles of a block for each slot, which a program finds by division."""
-    for n, block, tile in itertools.product((5, 64, 65, 100, 200), (64, 128), (16, 32, 64, 128)):
-        rows = -(-n // tile)
-        size = {"q": (n, 9), "kv": (9, n)}[side]
-        for mod, count in ((causal(), rows), (by_head, rows if n <= block and tile <= block else None)):
-            blocks = {"q": (block, 32), "kv": (32, block)}[side]
-            tables = single(create_block_mask(mod, None, 1, *size, BLOCK_SIZE=blocks)).tables("cpu", 1, 1)
-            assert count_tiles(tables, side, tile) == (count or -(-n // block) * -(-block // tile))
+    for n, block, mod in itertools.product((5, 64, 65, 100, 200), (64, 128), (causal(), by_head)):
+        size, blocks = {"q": ((n, 9), (block, 32)), "kv": ((9, n), (32, block))}[side]
+        tables = single(create_block_mask(mod, None, 1, *size, BLOCK_SIZE=blocks)).tables("cpu", 1, 1)
+        for tile in (16, 32, 64, 128):
+            of_rows = mod is not by_head or (n <= block and tile <= block)
+            count = -(-n // tile) if of_rows else -(-n // block) * -(-block // tile)
+            assert count_tiles(tables, side, tile) == count
 
 
 def test_masks_of_each_head_are_not_packed() -> None:
