@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -93,6 +93,7 @@ class Case:
         self.x, self.turn = torch.randn(B, rows, shape.width, dtype=dtype), torch.rand(rows, 4).to(dtype)
         self.grad = torch.randn_like(self.x)
         self.reports: list[Any] = []
+        self.graphs: list[torch.fx.GraphModule] = []
 
     def run(self, model: Any, call: Any, mark_inputs: bool = False) -> dict[str, Tensor]:
         """Return the output, all gradients and all buffers of one step."""
@@ -111,13 +112,14 @@ class Case:
         results |= {f"d {name}": p.grad for name, p in model.named_parameters()}
         return results | dict(model.named_buffers())
 
-    def in_graph(self, **options: Any) -> dict[str, Tensor]:
+    def in_graph(self) -> dict[str, Tensor]:
         def rewrite(gm: torch.fx.GraphModule) -> None:
             clones_one_head = copies_one_head(gm.graph)
             for node in filter(attention.is_attention, gm.graph.nodes):
                 whole = {x for x in node.all_input_nodes if getattr(x.meta.get("val"), "ndim", 0) < 3}
                 assert attention.whole_inputs(node) == whole  # the plan, and vectors and numbers of mods
-            self.reports.append(chunk(gm, dim=self.dim, chunks=self.chunks, **options))
+            self.reports.append(chunk(gm, dim=self.dim, chunks=self.chunks))
+            self.graphs.append(gm)
             assert clones_one_head or not copies_one_head(gm.graph)  # inductor would sort unbacked strides
             for node in gm.graph.find_nodes(op="call_function", target=ATEN.split_with_sizes.default):
                 x, sizes, *dim = map_arg(node.args, lambda x: x.meta["val"])
@@ -149,9 +151,9 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 CASES = [
-    (SORTED, "seq", 3, "documents", None, torch.float32),
     (DENSE, "seq", 2, "plan", None, torch.bfloat16),
     (EXPERTS, "batch", 2, "batch rows", by_batch, torch.float32),
+    (SORTED, "seq", 3, "documents", None, torch.float32),
 ]
 SHAPES = (replace(DENSE, layers=2), EXPERTS, replace(SORTED, layers=2), replace(EXPERTS, layers=3))
 LONG = [
@@ -159,6 +161,14 @@ LONG = [
     *[(DENSE, *cut, mask, None, torch.bfloat16) for mask in MASKS for cut in CUTS if mask != "two-sided"],
     *[(SORTED, *cut, "causal", score, torch.float32) for score in (by_batch, biased) for cut in CUTS],
 ]
+
+
+@lru_cache(1)
+def run_case(case: tuple[Any, ...]) -> tuple[Case, dict[str, Tensor]]:
+    """Run a case as a graph in chunks."""
+    shape, dim, chunks, mask, score, dtype = case
+    run = Case(shape, dim, chunks, MASKS[mask](), score, dtype)
+    return run, run.in_graph()
 
 
 @pytest.mark.parametrize(
@@ -170,9 +180,9 @@ LONG = [
     ),
 )
 def test_chunks_have_the_bits_of_eager_chunking(case, cpu_engine):
-    shape, dim, chunks, mask, score, dtype = case
-    run = Case(shape, dim, chunks, MASKS[mask](), score, dtype)
-    in_graph, by_eager = run.in_graph(), run.by_eager()
+    shape, dim, chunks, *_ = case
+    run, in_graph = run_case(case)
+    by_eager = run.by_eager()
     if dim == "batch" and shape.layers > 1:
         # Eager joins and cuts the rows between layers, the graph does not: BLAS sees them at other addresses.
         torch.testing.assert_close(in_graph, by_eager)
@@ -180,6 +190,21 @@ def test_chunks_have_the_bits_of_eager_chunking(case, cpu_engine):
         assert_same_bits(in_graph, by_eager)
     if dim == "seq":
         assert run.reports[0].keys == tuple(range(1, chunks + 1))
+
+
+def test_concrete_graphs_have_numbers_and_keep_their_marks(cpu_engine):
+    (symbolic,) = run_case(CASES[-1])[0].graphs
+    graphs = symbolic, concrete = symbolic, concretise(symbolic)
+    known = set(hints(symbolic))
+    assert known and not hints(concrete)
+    assert not [n for n in concrete.graph.nodes if free_symbols(n.meta.get("val")) & known]
+    assert len(concrete.graph.nodes) < len(symbolic.graph.nodes)
+    check = torch.ops.aten._assert_scalar.default
+    checks = [len(gm.graph.find_nodes(op="call_function", target=check)) for gm in graphs]
+    assert 0 < checks[1] < checks[0]  # those of data stay
+    nodes = [[n for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)] for gm in graphs]
+    marks = [[n.meta["custom"] for n in part if "custom" in n.meta] for part in nodes]
+    assert marks[0] == marks[1] and marks[0]
 
 
 def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(cpu_engine):
@@ -196,30 +221,6 @@ def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(cpu_engi
 def test_interpreted_kernels_have_the_bits_of_eager_chunking():
     run = Case(DENSE, "seq", 2, causal(), rows=32)
     assert_same_bits(run.in_graph(), run.by_eager())
-
-
-def test_concrete_graphs_have_numbers_and_keep_their_marks(cpu_engine):
-    run = Case(SORTED, "seq", 2, MASKS["causal"]())
-    graphs: list[torch.fx.GraphModule] = []
-
-    def rewrite(gm: torch.fx.GraphModule) -> None:
-        chunk(gm, dim="seq")
-        graphs.append(gm)
-        graphs.append(concretise(gm))
-
-    model = copy.deepcopy(run.model)
-    run.run(model, compiled(model, rewrite), mark_inputs=True)
-    symbolic, concrete = graphs
-    known = set(hints(symbolic))
-    assert known and not hints(concrete)
-    assert not [n for n in concrete.graph.nodes if free_symbols(n.meta.get("val")) & known]
-    assert len(concrete.graph.nodes) < len(symbolic.graph.nodes)
-    check = torch.ops.aten._assert_scalar.default
-    checks = [len(gm.graph.find_nodes(op="call_function", target=check)) for gm in graphs]
-    assert 0 < checks[1] < checks[0]  # those of data stay
-    nodes = [[n for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)] for gm in graphs]
-    marks = [[n.meta["custom"] for n in part if "custom" in n.meta] for part in nodes]
-    assert marks[0] == marks[1] and marks[0]
 
 
 @pytest.mark.long

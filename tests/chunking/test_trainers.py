@@ -114,13 +114,14 @@ def results(model: nn.Module, call: Callable[..., Any], x: Tensor) -> list[Tenso
     return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def assert_bits_of_eager(model: nn.Module, dim: str = "seq", chunks: int = 2, rows: int = S) -> None:
-    eager = in_chunks(model, chunks, dim)
+def assert_bits_of_eager(model: nn.Module, dim: str = "seq", chunks: int = 2) -> None:
+    """Compare a step in a graph, made for as many batch rows as tokens, and one of twice as many."""
+    eager, cut, rows = in_chunks(model, chunks, dim), ("batch", "seq").index(dim), 4 * chunks
     call = compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks))
     for size in (rows, 2 * rows):
-        x = torch.randn(B, size, WIDTH) if dim == "seq" else torch.randn(size // 4, S, WIDTH)
+        x = torch.randn(*((size, rows) if dim == "batch" else (rows, size)), WIDTH)
         want = results(eager, eager, x)
-        mark(x, ("batch", "seq").index(dim), chunks)
+        mark(x, cut, chunks)
         assert all(map(torch.equal, results(model, call, x), want))
         model.zero_grad()
         eager.zero_grad()
@@ -137,6 +138,7 @@ MODELS = {
     "a parameter of three layers": (shared, "seq", 3),
     "a layer called three times": (lambda: Model(Plain(), calls=3), "seq", 2),
     "a counter of calls": (Counted, "seq", 2),
+    "attention": (lambda: Model(Block()), "batch", 2),
     "torch's attention": (lambda: Model(Block(torch_attention=True)), "batch", 2),
 }
 
@@ -144,10 +146,10 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_trainers_have_the_bits_of_eager_chunking(name):
     make, dim, chunks = MODELS[name]
-    assert_bits_of_eager(make(), dim, chunks, rows=48)
+    assert_bits_of_eager(make(), dim, chunks)
 
 
-@pytest.mark.parametrize(("dim", "chunks", "rows"), [("seq", 4, 62), ("seq", 3, 7), ("batch", 3, 7)])
+@pytest.mark.parametrize(("dim", "chunks", "rows"), [("seq", 3, 7), ("batch", 3, 7)])
 def test_the_last_chunk_is_shorter_where_chunks_do_not_divide_the_rows(dim, chunks, rows):
     """The mean over tokens is taken outside of the region, and weighs each token alike."""
     model, reports, where = Model(Block(), Plain()), [], ("batch", "seq").index(dim)
@@ -171,7 +173,7 @@ def test_a_view_that_does_not_divide_a_chunk_is_refused_with_its_shapes():
     for rows, refused in ((54, False), (50, True)):  # 14, 14, 14, 12, and 13, 13, 13, 11
         x = torch.randn(B, rows, WIDTH)
         mark(x, 1, 4)
-        call = compiled(Model(Pairs()), lambda gm: chunk(gm, dim="seq", chunks=4))
+        call = compiled(Model(Pairs()).requires_grad_(False), lambda gm: chunk(gm, dim="seq", chunks=4))
         reason = r"node view\w* .*cannot view \[4, 13, 16\] as \[4, 6, 2, 16\] in chunk 0"
         with pytest.raises(Exception, match=reason) if refused else ExitStack():
             call(x)
@@ -193,16 +195,6 @@ def test_one_graph_serves_sizes_that_chunks_divide_and_others():
         Eager(Block(), 4, "seq")(torch.randn(B, 5, WIDTH))
 
 
-@pytest.mark.parametrize("dim", ["batch", "seq"])
-def test_a_batch_of_the_size_of_the_sequence_is_told_from_it(dim):
-    model, x = Model(Block()), torch.randn(8, 8, WIDTH)
-    eager = in_chunks(model, 2, dim)
-    want = results(eager, eager, x)
-    mark(x, ("batch", "seq").index(dim), 2)
-    got = results(model, compiled(model, lambda gm: chunk(gm, dim=dim)), x)
-    assert all(map(torch.equal, got, want))
-
-
 def test_an_embedding_and_its_tied_head_in_one_region_differ_in_the_order_of_the_sum_alone():
     """Eager chunking adds both gradients of a chunk, then those of the chunk before."""
     model, x = Tied(), torch.randint(11, (B, S))
@@ -216,7 +208,7 @@ def test_an_embedding_and_its_tied_head_in_one_region_differ_in_the_order_of_the
 
 def test_a_block_that_is_compiled_alone_is_cut_as_a_whole_graph():
     """As trainers compile: each block, whose inputs its hook marks outside of the graph."""
-    model, x, cut = Model(Block(), Block()), torch.randn(B, S, WIDTH), Pass("", dim="seq")
+    model, x, cut = Model(Plain(), Plain()), torch.randn(B, S, WIDTH), Pass("", dim="seq")
     eager = in_chunks(model, 2, "seq")
     for i, block in enumerate(model.layers):
         model.layers[i] = compiled(block, lambda gm: cut(gm.graph))
@@ -256,8 +248,9 @@ def test_an_auxiliary_loss_of_a_block_is_refused_alike_in_graphs_and_eagerly(dim
         compiled(model, lambda gm: chunk(gm, dim=dim))(x)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("size", [Dim("s", min=4, max=400), 2 * Dim("n", min=2, max=200)], ids=str)
+@pytest.mark.parametrize(
+    ("strict", "size"), [(False, 2 * Dim("n", min=2, max=200)), (True, Dim("s", min=4, max=400))], ids=str
+)
 def test_exported_programs_are_cut(strict, size):
     model, x = Model(Block()), torch.randn(B, S, WIDTH)
     program = export(model, (x,), dynamic_shapes={"x": {1: size}}, strict=strict)
@@ -280,18 +273,18 @@ def test_an_exported_multiple_is_cut_in_its_units_or_refused(rows, reason):
 
 @pytest.mark.parametrize("change", [tuple, lambda d: d[1:], lambda d: [*d, None]], ids=["all", "few", "many"])
 def test_a_joint_graph_with_descriptors_is_cut(change):
-    model, x = Model(Block()), torch.randn(B, S, WIDTH)
+    model, x = Model(Plain()), torch.randn(B, S, WIDTH)
     mark(x, 1, 2)
     gm: Any = dynamo_graph_capture_for_export(model)(x)
     with ExitStack() as stack, torch._guards.tracing(gm.meta["tracing_context"]):
         joint = aot_export_joint_with_descriptors(stack, gm, (x,))
         described = joint.graph_module.graph.output_node().meta
         described["desc"] = change(described["desc"])
-        assert chunk(joint.graph_module, dim="seq").live_outs == {"cat": 2, "sum": 2}
+        assert chunk(joint.graph_module, dim="seq").live_outs == {"cat": 2, "sum": 1}
 
 
 def test_a_gradient_that_is_also_a_result_is_not_summed_over_chunks():
-    model, x = Model(Block()), torch.randn(B, S, WIDTH)
+    model, x = Model(Plain()), torch.randn(B, S, WIDTH)
     mark(x, 1, 2)
     gm: Any = dynamo_graph_capture_for_export(model)(x)
     with ExitStack() as stack, torch._guards.tracing(gm.meta["tracing_context"]):
@@ -470,10 +463,10 @@ def test_tags_of_offload_and_recomputation_stay_on_the_nodes_of_each_chunk(tag):
 
 
 def train(model: nn.Module, call: Callable[..., Tensor], marks: bool) -> list[float]:
-    """Train ten steps on fixed data, and return the loss of each."""
+    """Train four steps on fixed data, and return the loss of each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, losses = torch.Generator().manual_seed(1), []
-    for _ in range(10):
+    for _ in range(4):
         x, turn = torch.randn(B, S, 16, generator=generator), torch.rand(S, 4, generator=generator)
         if marks:
             mark(x, 1, 2)
@@ -487,8 +480,8 @@ def train(model: nn.Module, call: Callable[..., Tensor], marks: bool) -> list[fl
 
 
 def test_layers_with_routed_experts_train_in_chunks_with_the_losses_of_the_whole():
-    """Ten steps of rotary attention and sorted experts, whose counters chunks share."""
-    whole = models.Model(models.Shape(layers=2, experts=3, dispatch="sorted"))
+    """Four steps of rotary attention and sorted experts, whose counters chunks share."""
+    whole = models.Model(models.Shape(experts=3, dispatch="sorted"))
     cut, eager = copy.deepcopy(whole), in_chunks(whole, 2, "seq")
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         losses = train(cut, compiled(cut, lambda gm: chunk(gm, dim="seq")), marks=True)

@@ -16,24 +16,25 @@ from tritoncp.kernels.toolchain import fused_fault
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Two tiles of queries and of keys, the last ones ragged.
 CALL = Case(heads=1, group=2, length=150, kv_length=150, dims=(64, 64), dtype=BF16, block=128)
+SHORT = replace(CALL, length=90, kv_length=90, dtype=F32, block=64)  # of float32, whose tiles are small
 ONE_STEP = {
     "causal": CALL,
-    "everything": replace(CALL, mask=("everything", 0), score="softcap", dims=(128, 128), dtype=F16),
+    "everything": replace(CALL, mask=("everything", 0), score="softcap", dims=(128, 128), dtype=F16, group=1),
     "documents": replace(CALL, mask=("causal documents of rows", 5), score="alibi", batch=2, group=1),
     "window": replace(CALL, mask=("window", 31), dims=(80, 96), layout="heads inside"),
     "trees": replace(CALL, mask=("trees", 30), batch=2, group=1),
-    "bits": replace(CALL, mask=("bits", 3), dtype=F32, own_lists=(False, True), block=64),
+    "bits": replace(SHORT, mask=("bits", 3), own_lists=(False, True)),
     "hidden rows": replace(CALL, mask=("hidden rows", 2), score="hides", sinks=True),
-    "wide": replace(CALL, dims=(192, 128), score="slopes", scale=-0.2),
+    "wide": replace(CALL, dims=(192, 128), score="slopes", scale=-0.2, group=1),
     "widest": replace(CALL, dims=(256, 256), group=1),
-    "narrow": replace(CALL, dims=(16, 16), dtype=F32, mask=("prefix", 40)),
+    "narrow": replace(SHORT, dims=(16, 16), mask=("prefix", 40)),
     "no descriptors": replace(CALL, layout="one channel"),
-    "odd blocks": replace(CALL, length=250, kv_length=250, group=1, block=100, mask=("prefix", 230)),
+    "odd blocks": replace(CALL, group=1, block=100, mask=("prefix", 130)),
     "one key": replace(
         CALL, length=37, kv_length=1, group=1, dims=(16, 1), dtype=F16, score="by row", block=4
     ),
-    "few rows": replace(CALL, length=3, kv_length=500, group=4, mask=("prefix", 400)),
-    "split keys": replace(CALL, length=20, kv_length=500, mask=("everything", 0), options={"SPLIT_KV": 3}),
+    "few rows": replace(CALL, length=3, kv_length=300, group=4, mask=("prefix", 200)),
+    "split keys": replace(CALL, length=20, kv_length=300, mask=("everything", 0), options={"SPLIT_KV": 3}),
 }
 RANKS = {
     "ring": replace(CALL, world=2, schedule="ring", balancer="ptrr", block=64),
@@ -47,7 +48,7 @@ TRANSPOSED = {
 ROUTE = replace(CALL, options={"ROUTE": "gluon"}, loss="forward")
 GLUON = {
     "causal": replace(ROUTE, dims=(128, 128)),
-    "once around its rings": replace(ROUTE, group=1, mask=("everything", 0), kv_length=700),
+    "once around its rings": replace(ROUTE, group=1, mask=("everything", 0), length=100, kv_length=700),
 }
 
 

@@ -31,7 +31,7 @@ def copied(x: QKV, mask: Mask) -> dict[str, bool]:
 
 @pytest.mark.parametrize(("name", "n"), [*((name, 50) for name in MASKS), ("full", 64), ("mask_mod", 64)])
 def test_same_bits_as_by_pointer(name: str, n: int) -> None:
-    """Two pieces of channels, padded ones, grouped heads; a sequence that ends inside a tile, and behind one."""
+    """Two pieces of channels, padded ones, grouped heads; a sequence that ends inside a tile, or with one."""
     x = qkv(n, batch=2, heads=2, kv_heads=1, dim=40, v_dim=16)
     mask, start = MASKS[name](n), cotangents(x)
     assert all(copied(x, mask).values())

@@ -49,7 +49,11 @@ def mask_of(name: str) -> Mask:
 
 
 def inputs(
-    length: int = LENGTH, batch: int = 1, heads: int = 2, kv_heads: int = 1, dtype: torch.dtype = torch.bfloat16
+    length: int = LENGTH,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[Tensor]:
     """Draw q, k, v, and gradients of out and lse."""
     shapes = [(batch, count, length, DIM) for count in (heads, kv_heads, kv_heads, heads)]

@@ -24,18 +24,12 @@ HEADS, W, TABLE = learn(2, 12, 8), learn(8), learn(2, 12)
 CAPTURES = A, B, HEADS, W, TABLE
 F = torch.nn.functional
 
-OF_SCORES = read_formulas("stacks", "s, b, h, q, k", globals())
-ROWS = read_formulas("rows", "s, b, h, q, k", globals())
+SCORES = read_formulas("short tensors", "s, b, h, q, k", globals())
 
 
-@pytest.mark.parametrize("name", OF_SCORES)
-def test_short_tensors_of_scores(name: str, engine: str) -> None:
-    check_attention(OF_SCORES[name], CAPTURES)
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_of_captures(name: str, engine: str) -> None:
-    check_attention(ROWS[name], CAPTURES)
+@pytest.mark.parametrize("name", SCORES)
+def test_stacks_of_scores_and_rows_of_captures(name: str, engine: str) -> None:
+    check_attention(SCORES[name], CAPTURES)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
