@@ -1,5 +1,5 @@
-"""Calls beside the grammar of test_cases.py: large scores, offsets and NaN; few rows; equal bits, streams and
-waits for the device; torch.compile, masks of GPU tensors, and a process group of one rank."""
+"""Calls beside the grammar of test_cases.py: large scores, offsets and NaN; few rows; equal bits and streams;
+torch.compile, masks of GPU tensors, and a process group of one rank."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,6 @@ from tests.gpu.support import (
     N,
     block_mask,
     check,
-    no_waiting,
     qkv,
     relative,
     run,
@@ -128,15 +127,6 @@ def test_gradients_of_captured_tensors_do_not_depend_on_the_run():
         second = run(x, mask, relative, captured)
         same(second, first)
         torch.testing.assert_close(second.grads[3], first.grads[3], rtol=1e-4, atol=1e-3)
-
-
-def test_a_second_call_makes_nobody_wait():
-    mask = MASKS["documents"]()
-    x = qkv()
-    first = run(x, mask)
-    with no_waiting():
-        second = run(x, mask)
-    same(second, first)
 
 
 def test_another_stream_sees_its_own_work():

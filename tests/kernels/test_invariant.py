@@ -19,7 +19,7 @@ from tritoncp import causal, create_block_mask, document, flex_attention, slidin
 from tritoncp.masks.mask import Mask, full_mask
 from tritoncp.reference.dense import dense_attention
 
-LENGTH, BLOCK, DIM = 40, 32, 16
+LENGTH, BLOCK, DIM, BF16 = 40, 32, 16, torch.bfloat16
 AUX = AuxRequest(lse=True, max_scores=True)
 TILES = {f"BLOCK_{side}{kernel}": 16 for side in "MN" for kernel in ("", "1", "2")}  # several in a block
 # Ranks, schedule and balancer. None: contiguous pieces, which cut blocks and tiles.
@@ -48,15 +48,9 @@ def mask_of(name: str) -> Mask:
     return create_block_mask(mod, 2 if name in BY_ROW else 1, None, LENGTH, LENGTH, BLOCK_SIZE=BLOCK)
 
 
-def inputs(
-    length: int = LENGTH,
-    batch: int = 1,
-    heads: int = 2,
-    kv_heads: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-) -> list[Tensor]:
-    """Draw q, k, v, and gradients of out and lse."""
-    shapes = [(batch, count, length, DIM) for count in (heads, kv_heads, kv_heads, heads)]
+def inputs(length: int = LENGTH, batch: int = 1, heads: Any = (2, 1), dtype: Any = BF16) -> list[Tensor]:
+    """Draw q, k, v, and gradients of out and lse. heads: of queries and of keys"""
+    shapes = [(batch, heads[side], length, DIM) for side in (0, 1, 1, 0)]
     return [torch.randn(shape).to(dtype) for shape in shapes] + [torch.randn(shapes[0][:3])]
 
 
@@ -88,7 +82,7 @@ def same(got: Any, want: Any, count: int) -> None:
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_bits_do_not_depend_on_ranks_schedule_and_placement(name: str, world: tuple[int, str, Any]) -> None:
     heads = (4, 4) if world[1] == "ulysses" else (2, 1)
-    x, mask = inputs(LENGTH, 2 if name in BY_ROW else 1, *heads), mask_of(name)
+    x, mask = inputs(LENGTH, 2 if name in BY_ROW else 1, heads), mask_of(name)
     alone, got = attend(x, mask, **TILES), attend(x, mask, *world, **TILES)
     same(got, alone, 6 if world[1] == "ulysses" and world[0] <= 4 else 4)
     leaves = [one.double().requires_grad_() for one in x[:3]]
@@ -98,15 +92,13 @@ def test_bits_do_not_depend_on_ranks_schedule_and_placement(name: str, world: tu
         torch.testing.assert_close(a.double(), b, rtol=0, atol=0.03 * float(b.detach().abs().max()))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.bfloat16, {}), (torch.bfloat16, TILES), (torch.float32, TILES)]
-)
+@pytest.mark.parametrize(("dtype", "options"), [(BF16, {}), (BF16, TILES), (torch.float32, TILES)])
 def test_bits_do_not_depend_on_neighbours(dtype: torch.dtype, options: dict[str, int]) -> None:
     """A document alone, and packed after one that ends with a tile of keys, before another; on one rank and
     on several."""
     tile = options.get("BLOCK_N", BLOCK)
     # Where a tile has hidden keys, interpreted float32 products may round other last digits (exact_dot.py).
-    own_lengths = (40, 24) if dtype == torch.bfloat16 else (64, 32)
+    own_lengths = (40, 24) if dtype == BF16 else (64, 32)
     for start, length in zip((tile, 3 * tile), own_lengths):
         lengths = [start, length, 37]
         x = inputs(sum(lengths), dtype=dtype)
@@ -135,7 +127,7 @@ def rank_bits(group: Any, x: list[Tensor]) -> list[list[Tensor]]:
 
 @pytest.mark.interpreted
 def test_real_ranks_and_graphs() -> None:
-    x, mask = inputs(heads=4, kv_heads=2), mask_of("causal")
+    x, mask = inputs(heads=(4, 2)), mask_of("causal")
     alone = attend(x, mask, **TILES)
     for results in ranks.run(2, rank_bits, x):
         for (out, lse, *grads), count in zip(results, (4, 6), strict=True):

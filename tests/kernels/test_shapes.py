@@ -1,7 +1,7 @@
 """Any head dim, length, block, stride and head count: forward and backward against the oracle."""
 
 from collections.abc import Callable
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -12,19 +12,19 @@ from tests.kernels.support.harness import F32, F64, QKV, agree, check, cotangent
 from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
 DIMS = [16, 24, 40, 64, 80, 96, 128, 192, 256]
+SIZES = [  # of head dims of q and v
+    *zip(DIMS, DIMS[4:] + DIMS[:4], cycle([F32])),
+    *zip(DIMS, DIMS, cycle([F64])),
+    *((dim, 257 - dim, F32) for dim in (1, 3, 8, 17, 65, 130, 200, 255)),
+]
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize(("dim", "v_dim"), [*zip(DIMS, DIMS), *zip(DIMS, DIMS[4:] + DIMS[:4])])
+@pytest.mark.parametrize(("dim", "v_dim", "dtype"), SIZES)
 @pytest.mark.bar(1)
 def test_every_head_dim_and_dq_other_than_dv(dim: int, v_dim: int, dtype: torch.dtype) -> None:
+    """Odd ones are padded."""
     x = qkv(21, dim=dim, v_dim=v_dim, dtype=dtype)
     check(x, create_block_mask(causal(), None, None, 21, 21, BLOCK_SIZE=16))
-
-
-@pytest.mark.parametrize("dim", [1, 3, 8, 17, 65, 130, 200, 255])
-def test_odd_head_dims_are_padded(dim: int) -> None:
-    check(qkv(20, dim=dim, v_dim=257 - dim), full_mask(20, 20, block=16))
 
 
 BLOCKS = [16, 64, 100, 8, (64, 128), (128, 32), (16, 100), (48, 24)]

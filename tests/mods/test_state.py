@@ -148,23 +148,19 @@ def wrap(link: str, value: Any) -> tuple[Any, str]:
         return {"key": value}, "['key']"
     if link in ("list", "tuple"):
         return ([0.0, value], "[1]") if link == "list" else ((0.0, [value]), "[1][0]")
-    if link == "namespace":
-        return types.SimpleNamespace(field=value), ".field"
-    if link == "module":
-        module = types.ModuleType("generated")
-        module.field = value  # type: ignore[attr-defined]
-        return module, ".field"
     if link == "class attribute":
         return type("Config", (type("Base", (), {"field": value}),), {}), ".field"
     if link == "property":
         holder = type("Layer", (), {"field": property(lambda self: self.__dict__["inner"])})()
         holder.__dict__["inner"] = value
         return holder, ".field"
-    if link == "slot":
-        holder = type("Slotted", (), {"__slots__": ("field",)})()
-        holder.field = value
-        return holder, ".field"
-    holder = type("Plain", (), {})()
+    holders: dict[str, Any] = {
+        "attribute": type("Plain", (), {})(),
+        "module": types.ModuleType("generated"),
+        "namespace": types.SimpleNamespace(),
+        "slot": type("Slotted", (), {"__slots__": ("field",)})(),
+    }
+    holder = holders[link]
     holder.field = value
     return holder, ".field"
 

@@ -126,11 +126,6 @@ def test_few_rows_use_their_entry_for_every_mask(places):
         assert not tile_lookup.has_pass_tiles(options["CONFIGS"])
 
 
-def test_the_rule_serves_where_nothing_was_measured(launched):
-    attend(causal())
-    assert dict(launched)["forward"] == 128
-
-
 @pytest.mark.bar(23)
 def test_ranks_with_different_files_of_tiles_have_the_results_of_one_rank(places, launched, monkeypatch):
     """Each rank launches the tiles that its host measured; messages and results do not depend on them."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.tuning.stand_ins import tile_times
+from tests.tuning.stand_ins import Formula
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.ops import tile_tables
 from tritoncp.tuning import command, search
@@ -28,8 +28,8 @@ def compile_nothing(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU whose times are a formula."""
-    bench = tile_times()
+    """A GPU on which tiles of 64 rows take half the time of others."""
+    bench = Formula(lambda config: 1.0 if config.BLOCK_M == 64 else 2.0, drift=0.0)
     monkeypatch.setattr(command, "find_device", lambda: tile_tables.Device("sm_90", "NVIDIA H200"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(search, "DeviceBench", lambda device: bench)

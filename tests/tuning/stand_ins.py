@@ -76,8 +76,3 @@ def tuner(path, compiler=None, resume=False, deadline=1e9, now=None, choices=Non
     keep = choices.__setitem__ if choices is not None else lambda target, choice: None
     journal = TuningJournal(path / "journal.jsonl", CONDITIONS, resume)
     return Tuner("sm_90", journal, compiler or Compiler(), deadline, keep, now or Ticks())
-
-
-def tile_times():
-    """A device on which tiles of 64 rows take half the time of others."""
-    return Formula(lambda config: 1.0 if config.BLOCK_M == 64 else 2.0, drift=0.0)
