@@ -42,8 +42,8 @@ def test_out_has_the_layout_of_torchs(form, v_dim, compiled, monkeypatch):
     torch._dynamo.reset()
     call = tritoncp.flex_attention
     orders = list(permutations(range(4)))
-    if compiled:  # compilation takes longer: a few orders
-        call, orders = torch.compile(call, backend="aot_eager", fullgraph=True), orders[::9]
+    if compiled:  # compilation takes longer: two orders
+        call, orders = torch.compile(call, backend="aot_eager", fullgraph=True), orders[::13]
     for order in orders:
         q, v = FORMS[form](order), torch.randn(2, 3, 5, v_dim)
         out = call(q, q, v)

@@ -140,7 +140,7 @@ def tensors(lists: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     batches, st.integers(1, 8), st.sampled_from(BALANCERS), st.sampled_from([-1, 3, 14]), st.integers(0, 99)
 )

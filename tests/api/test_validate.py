@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import re
 import tomllib
 from pathlib import Path
@@ -94,16 +95,22 @@ NAMES = {  # of the calls in the table, beside tritoncp's own
 }  # fmt: skip
 
 
+@functools.cache
+def scope_of(area):
+    """Return the names of an area's calls."""
+    scope = {name: getattr(tritoncp, name) for name in tritoncp.__all__} | NAMES
+    exec(TABLE[area].get("setup", ""), scope)
+    return scope
+
+
 @pytest.mark.parametrize(
     ("area", "row"),
     [pytest.param(area, row, id=f"{area}: {row[0][:60]}") for area in TABLE for row in TABLE[area]["rows"]],
 )
 def test_a_mistake_raises_an_error_with_a_remedy(area, row):
     expression, kind, *patterns = row
-    scope = {name: getattr(tritoncp, name) for name in tritoncp.__all__} | NAMES
-    exec(TABLE[area].get("setup", ""), scope)
     with pytest.raises(getattr(builtins, kind, Untranslatable)) as caught:
-        eval(expression, scope)
+        eval(expression, scope_of(area))
     text = " ".join(str(caught.value).split())
     assert all(re.search(pattern, text) for pattern in patterns), text
 

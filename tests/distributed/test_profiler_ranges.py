@@ -41,8 +41,8 @@ def ranges(call: Callable[[], Any]) -> list[str]:
     """List the ranges of a call in the order of their starts, without ops as `tritoncp::forward`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         call()
-    events = [event for event in profiler.events() if event.name.startswith("tritoncp::")]
-    names = [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    names = [event.name() for event in events if event.name().startswith("tritoncp::")]
     return [name.removeprefix("tritoncp::") for name in names if "/" in name]
 
 

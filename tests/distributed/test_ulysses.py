@@ -123,9 +123,9 @@ def two_by_two(group: Any) -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
 
 
-@pytest.mark.parametrize("schedule", ["auto", *BETWEEN])
-def test_four_processes_on_a_mesh_are_the_oracle(schedule: str) -> None:
-    check_ranks(replace(SHARED_HEADS, schedule=schedule, world=4), two_by_two)
+def test_four_processes_on_a_mesh_are_the_oracle() -> None:
+    case = replace(SHARED_HEADS, world=4)
+    check_ranks(*(replace(case, schedule=schedule) for schedule in ("auto", *BETWEEN)), mesh_of=two_by_two)
 
 
 def refused(group: Any) -> list[str]:

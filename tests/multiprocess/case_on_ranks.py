@@ -32,8 +32,14 @@ def on_rank(group: Any, case: Case, mesh_of: Callable[[Any], Any]) -> Answers:
     return result
 
 
-def check_ranks(case: Case, mesh_of: Callable[[Any], Any] = lambda group: group) -> None:
-    """Assert that real ranks answer as dense attention; ``mesh_of``: the mesh of the call, from the group."""
-    want = expected(case)
-    for got in ranks.run(case.world, on_rank, case, mesh_of, timeout=300):
-        agree(case, got, want)
+def check_ranks(*cases: Case, mesh_of: Callable[[Any], Any] = lambda group: group) -> None:
+    """Assert that real ranks answer as dense attention, in schedules of one case; ``mesh_of``: the mesh of
+    the calls, from the group."""
+    want = expected(cases[0])
+
+    def run(group: Any) -> list[Answers]:
+        return [on_rank(group, case, mesh_of) for case in cases]
+
+    for got in ranks.run(cases[0].world, run, timeout=300):
+        for case, own in zip(cases, got, strict=True):
+            agree(case, own, want)

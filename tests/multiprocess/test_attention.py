@@ -21,10 +21,10 @@ GRADS_CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # theirs are compared with float32, 
     ("mask", "batch", "balancer"), [("causal", 1, "head_tail"), ("causal documents of rows", 2, "ptrr")]
 )
 def test_interpreted_kernels_on_ranks_are_right_in_float32(mask: str, batch: int, balancer: str) -> None:
-    """As in PyTorch's ``test/distributed/tensor/test_attention.py``: eight heads of 32, out and lse within
+    """As in PyTorch's ``test/distributed/tensor/test_attention.py``: heads of 32, out and lse within
     atol 2e-6 and rtol 1e-5. tests/test_fuzz.py draws other cases in simulated worlds."""
     case = Case(
-        (mask, 4), world=2, balancer=balancer, batch=batch, heads=8, length=512, kv_length=512,
+        (mask, 4), world=2, balancer=balancer, batch=batch, heads=2, length=512, kv_length=512,
         dims=(32, 32), dtype=torch.float32, block=128,
     )  # fmt: skip
     want = expected(case)
@@ -44,8 +44,7 @@ CASES = {
 
 
 @pytest.mark.usefixtures("cpu_engine")
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("name", "dtype"), zip(CASES, (torch.bfloat16, F64, torch.float32)), ids=str)
 @pytest.mark.bar(12)
-def test_processes_answer_as_the_oracle(name: str, dtype: torch.dtype, schedule: str) -> None:
-    check_ranks(replace(CASES[name], schedule=schedule, dtype=dtype))
+def test_processes_answer_as_the_oracle(name: str, dtype: torch.dtype) -> None:
+    check_ranks(*(replace(CASES[name], schedule=schedule, dtype=dtype) for schedule in SCHEDULES))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tritoncp
@@ -46,15 +45,14 @@ def spied(monkeypatch: pytest.MonkeyPatch, channel: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_all_tensors_travel_on_one_communicator(schedule: str) -> None:
+def test_all_tensors_travel_on_one_communicator(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a companion: forward, backward and unshard."""
 
     def work(group: Any) -> tuple[list[str], Answers]:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            companion = dist.new_group()
-            monkeypatch.setattr(groups, "data_communicator", lambda of, device: companion)
-            kinds = spied(monkeypatch, companion)
-            return kinds, on_rank(group, case, mesh_of)
+        companion = dist.new_group()
+        monkeypatch.setattr(groups, "data_communicator", lambda of, device: companion)
+        kinds = spied(monkeypatch, companion)
+        return kinds, on_rank(group, case, mesh_of)
 
     def mesh_of(group: Any) -> Any:
         two = schedule == "ulysses+ring"
@@ -67,43 +65,27 @@ def test_all_tensors_travel_on_one_communicator(schedule: str) -> None:
         agree(case, results, want)
 
 
-class StandIn:
-    """A stand-in for torch's ProcessGroupNCCL: its options."""
+def pretend_nccl(high_priority: bool) -> list[dict[str, Any]]:
+    """Pretend, in the process of a rank, that NCCL carries the CUDA tensors of groups; new communicators use
+    gloo. Returns a list of events: the arguments of new communicators, collectives ("connected": group)."""
+    patch, torchs, events = pytest.MonkeyPatch(), dist.distributed_c10d, []  # nothing runs after the test
+    make, zeros = torchs._new_process_group_helper, torch.zeros
 
-    class Options:
-        def __init__(self, is_high_priority_stream: bool = False) -> None:
-            self.is_high_priority_stream = is_high_priority_stream
-
-
-def pretend_nccl(monkeypatch: pytest.MonkeyPatch, high_priority: bool) -> list[dict[str, Any]]:
-    """Pretend that NCCL carries the CUDA tensors of groups; new communicators use gloo. Returns a list of
-    events: the arguments of new communicators, and collectives ("connected": group)."""
-    torchs: Any = dist.distributed_c10d
-    make, events = torchs._new_process_group_helper, []
-    backend = SimpleNamespace(options=StandIn.Options(high_priority))
+    def options(is_high_priority_stream: bool) -> SimpleNamespace:
+        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream)
 
     def helper(size: int, rank: int, ranks: list[int], backend: str, store: Any, name: str,
                options: Any = None, *args: Any, **rest: Any) -> Any:  # fmt: skip
-        events.append(
-            {
-                "backend": str(backend),
-                "ranks": ranks,
-                "options": options,
-                "bound": dist.group.WORLD.bound_device_id,
-            }
-        )
+        bound = dist.group.WORLD.bound_device_id
+        events.append({"backend": str(backend), "ranks": ranks, "options": options, "bound": bound})
         return make(size, rank, ranks, dist.Backend("gloo"), store, name, None, *args, **rest)
 
-    def all_reduce(x: Tensor, group: Any) -> None:
-        events.append({"connected": group})
-
-    monkeypatch.setattr(torchs, "_new_process_group_helper", helper)
-    monkeypatch.setattr(torchs, "ProcessGroupNCCL", StandIn, raising=False)
-    monkeypatch.setattr(groups, "_nccl_of", lambda group: backend)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **rest: zeros(*shape, **{**rest, "device": None}))
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    patch.setattr(torchs, "_new_process_group_helper", helper)
+    patch.setattr(torchs, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    patch.setattr(groups, "_nccl_of", lambda group: SimpleNamespace(options=options(high_priority)))
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(torch, "zeros", lambda *shape, **rest: zeros(*shape, **{**rest, "device": None}))
+    patch.setattr(dist, "all_reduce", lambda x, group: events.append({"connected": group}))
     return events
 
 
@@ -114,57 +96,56 @@ def test_nccl_gets_a_companion_with_a_high_priority_stream() -> None:
         pair = dist.new_group([0, 2])
         if group.rank() == 1:
             return
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            events = pretend_nccl(monkeypatch, high_priority=False)
-            group.bound_device_id = CUDA
-            for schedule in ("ring", "fetch", "allgather"):
-                tritoncp.make_plan(CASE.block_mask(), pair, schedule=schedule)
-            assert group.bound_device_id == CUDA
-            creation, connected = events
-            assert creation["backend"] == "nccl" and creation["ranks"] == [0, 2] and creation["bound"] is None
-            assert creation["options"].is_high_priority_stream
-            channel = groups.data_communicator(pair, CUDA)
-            assert connected == {"connected": channel} and channel is not pair
-            assert dist.get_process_group_ranks(channel) == [0, 2]
-            assert creation["options"]._timeout == failures.timeout(pair)
-            assert groups.data_communicator(pair, torch.device("cpu")) is pair
-            group.bound_device_id = None
+        events = pretend_nccl(high_priority=False)
+        group.bound_device_id = CUDA
+        for schedule in ("ring", "fetch", "allgather"):
+            tritoncp.make_plan(CASE.block_mask(), pair, schedule=schedule)
+        assert group.bound_device_id == CUDA
+        creation, connected = events
+        assert creation["backend"] == "nccl" and creation["ranks"] == [0, 2] and creation["bound"] is None
+        assert creation["options"].is_high_priority_stream
+        channel = groups.data_communicator(pair, CUDA)
+        assert connected == {"connected": channel} and channel is not pair
+        assert dist.get_process_group_ranks(channel) == [0, 2]
+        assert creation["options"]._timeout == failures.timeout(pair)
+        assert groups.data_communicator(pair, torch.device("cpu")) is pair
 
     run(3, work)
 
 
 @pytest.mark.parametrize("way", ["options", "environment"])
-def test_a_group_with_a_high_priority_stream_carries_its_tensors(way: str) -> None:
+def test_a_group_with_a_high_priority_stream_carries_its_tensors(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is also connected with the first plan."""
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", str(int(way == "environment")))
 
     def work(group: Any) -> None:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            events = pretend_nccl(monkeypatch, high_priority=way == "options")
-            if way == "environment":
-                monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
-            for _ in range(2):
-                tritoncp.make_plan(CASE.block_mask(), group, schedule="ring")
-            assert events == [{"connected": group}]
-            assert groups.data_communicator(group, CUDA) is group
+        events = pretend_nccl(high_priority=way == "options")
+        for _ in range(2):
+            tritoncp.make_plan(CASE.block_mask(), group, schedule="ring")
+        assert events == [{"connected": group}]
+        assert groups.data_communicator(group, CUDA) is group
 
     run(2, work)
 
 
 @pytest.mark.parametrize("backend", ["undefined", "cpu:gloo,cuda:nccl"])
-def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(backend: str) -> None:
+def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks that share a GPU, or use none, send CPU tensors; NCCL would refuse to connect them."""
 
     def work(group: Any) -> None:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            events = pretend_nccl(monkeypatch, high_priority=True)
-            monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
-            monkeypatch.setattr(failures, "timeout", lambda group: timedelta(minutes=1))
-            plan = tritoncp.make_plan(CASE.block_mask(), group, schedule="ring")
-            x = torch.ones(1, 4, plan.s_local, 8, requires_grad=True)
-            tritoncp.flex_attention(x, x, x, plan, group).sum().backward()
-            assert not events
-            groups.connect_data(group, CUDA)  # as a call with tensors there does
-            assert events == [{"connected": group}]
+        events = pretend_nccl(high_priority=True)
+        monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
+        monkeypatch.setattr(failures, "timeout", lambda group: timedelta(minutes=1))
+        plan = tritoncp.make_plan(CASE.block_mask(), group, schedule="ring")
+        x = torch.ones(1, 4, plan.s_local, 8, requires_grad=True)
+        tritoncp.flex_attention(x, x, x, plan, group).sum().backward()
+        assert not events
+        groups.connect_data(group, CUDA)  # as a call with tensors there does
+        assert events == [{"connected": group}]
 
     run(2, work)
 
@@ -172,10 +153,9 @@ def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(backen
 def test_other_backends_and_single_ranks_need_no_companion() -> None:
     def work(group: Any) -> None:
         assert groups.data_communicator(group, CUDA) is group
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
-            events = pretend_nccl(monkeypatch, high_priority=False)
-            tritoncp.make_plan(CASE.block_mask(), alone)
-            assert groups.data_communicator(alone, CUDA) is alone and not events
+        alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
+        events = pretend_nccl(high_priority=False)
+        tritoncp.make_plan(CASE.block_mask(), alone)
+        assert groups.data_communicator(alone, CUDA) is alone and not events
 
     run(2, work)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tritoncp
 from tests.multiprocess.ranks import attempt, run
+from tritoncp.api import plan_cache
 from tritoncp.distributed import collectives
 from tritoncp.masks import MaskMod
 from tritoncp.ops.signatures import MAX_SCALES
@@ -147,7 +148,7 @@ def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> Non
             return s + bias[h]
 
         def with_floats() -> None:
-            for i in range(30):
+            for i in range(4):
                 tritoncp.flex_attention(*shards(), with_slope(0.5 + i + group.rank()), plan, mesh=group)
 
         def with_learned() -> None:
@@ -157,7 +158,7 @@ def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> Non
                 bias.data += 0.1
 
         def with_scales() -> None:
-            for i in range(100):
+            for i in range(MAX_SCALES + 4):
                 tritoncp.flex_attention(*shards(), plan, group, scale=1 + i / 7)
 
         def uneven() -> None:
@@ -251,7 +252,9 @@ def test_calls_of_one_rank_evict_no_plan_of_a_group(count: int) -> None:
     assert plans == tritoncp.plan_cache_info().most + 1  # of this process alone, and the group's
 
 
-def test_plans_of_a_group_are_evicted_alike_on_every_rank() -> None:
+def test_plans_of_a_group_are_evicted_alike_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 4)
+
     def work(group: Any) -> list[int]:
         masks = [tritoncp.sliding_window(i) for i in range(tritoncp.plan_cache_info().most + 2)]
         q = torch.ones(1, 1, 2, 8)
