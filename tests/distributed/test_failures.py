@@ -118,14 +118,26 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 }
 
 
-def skip_bad_batches(group: Any, schedule: str, name: str, faulty: int) -> list[Any]:
+def skip_bad_batches(group: Any, schedule: str, fault: Fault, faulty: int, call: Any = None) -> list[Any]:
     """Train, skipping batches whose call raises; then train with a new group."""
     few = fresh_group()
     plan = tritoncp.make_plan(mask_of(), few, schedule=schedule)
-    fault = FAULTS[name][0] if group.rank() == faulty else None
-    results = [attempt(lambda i=i: train(few, plan, i, fault if i == BAD else None)) for i in range(STEPS)]
+    faults = {BAD: fault} if group.rank() == faulty else {}
+    results = [attempt(lambda i=i: train(few, plan, i, faults.get(i), call)) for i in range(STEPS)]
     again = fresh_group()
     return [*results, attempt(lambda: train(again, plan, 9))]
+
+
+def check_skips(results_by_rank: list[list[Any]], faulty: int, own: str, published: str) -> None:
+    """Assert that all ranks skip the bad batch and later ones; ``own`` and ``published``: the error of the
+    faulty rank there, and in the errors of all others."""
+    for rank, (first, second, bad, *later, new) in enumerate(results_by_rank):
+        assert first is second is new is True
+        assert re.match(own if rank == faulty else "PeerLost", bad, re.DOTALL), bad
+        for error in (*later, *([] if rank == faulty else [bad])):
+            assert re.search(f"of rank {faulty} failed: {published}", error), error
+            assert "torch.distributed.new_group" in error
+        assert all(error.startswith("GroupClosed: group") for error in later)
 
 
 SAMPLE = [
@@ -143,14 +155,8 @@ SAMPLE = [
     ],
 )
 def test_a_rank_that_fails_alone_closes_the_group_and_is_named(schedule: str, name: str, faulty: int) -> None:
-    said = FAULTS[name][1]
-    results_by_rank = run(3, skip_bad_batches, schedule, name, faulty)
-    for rank, (first, second, bad, *later, new) in enumerate(results_by_rank):
-        assert first is second is new is True
-        assert bad.startswith(said) if rank == faulty else bad.startswith("PeerLost"), bad
-        for error in (*later, *([] if rank == faulty else [bad])):
-            assert f"of rank {faulty} failed: {said}" in error and "torch.distributed.new_group" in error
-        assert all(error.startswith("GroupClosed: group") for error in later)
+    fault, said = FAULTS[name]
+    check_skips(run(3, skip_bad_batches, schedule, fault, faulty), faulty, said, said)
 
 
 # -- other calls -------------------------------------------------------------------------------------------
@@ -292,25 +298,9 @@ FAULTS_IN_GRAPHS: dict[str, tuple[Fault, str, str]] = {  # fault, error of the r
 def test_compiled_calls(name: str) -> None:
     """With an error at run time, while the call is traced, and in the backward pass."""
     fault, own, published = FAULTS_IN_GRAPHS[name]
-
-    def work(group: Any) -> list[Any]:
-        few = fresh_group()
-        plan = tritoncp.make_plan(mask_of(), few, schedule="ring")
-        fullgraph = not name.endswith("breaks")
-        fast = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=fullgraph)
-
-        def call(step: int) -> bool:
-            return train(few, plan, step, fault if (group.rank(), step) == (1, BAD) else None, fast)
-
-        results = [attempt(lambda i=i: call(i)) for i in range(STEPS)]
-        return [*results, attempt(lambda: train(fresh_group(), plan, 9))]
-
-    for rank, (first, second, bad, *later, new) in enumerate(run(3, work, timeout=120)):
-        assert first is second is new is True
-        assert re.match(own if rank == 1 else "PeerLost", bad, re.DOTALL), bad
-        for error in (*later, *([] if rank == 1 else [bad])):
-            assert re.search(f"of rank 1 failed: {published}", error), error
-        assert all(error.startswith("GroupClosed") for error in later)
+    fullgraph = not name.endswith("breaks")
+    fast = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=fullgraph)
+    check_skips(run(3, skip_bad_batches, "ring", fault, 1, fast, timeout=120), 1, own, published)
 
 
 def test_a_backward_pass_that_a_program_leaves_out_is_told_where_asked_for(
