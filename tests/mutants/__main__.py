@@ -102,9 +102,9 @@ def run_tests(tests: list[str], limit: float, *options: str) -> str:
     return "" if status == 0 else "time" if status == -signal.SIGALRM else said
 
 
-def try_mutant(mutant: Mutant) -> Result | None:
+def try_mutant(mutant: Mutant, most: float) -> Result | None:
     """Run the tests of a mutant's line; None if the mutant is no program."""
-    path, tests = worker_copy() / mutant.path, choose_tests(mutant)
+    path, tests = worker_copy() / mutant.path, choose_tests(mutant, most)
     source, times = path.read_text(), path.stat()
     try:
         mutated, changed = mutant.change(source)
@@ -163,6 +163,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="mutants of a module")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--seconds", type=float, default=40, help="of tests for each mutant")
     parser.add_argument("--measured", action="store_true", help="use the lines that build/mutants has")
     args, start = parser.parse_args(), time.monotonic()
     if not args.measured:
@@ -176,7 +177,7 @@ def main() -> int:
             measured = list(read_measured("seconds"))
             if args.measured and pool.submit(run_tests, measured, 600, "--collect-only").result():
                 parser.error("build/mutants names tests that no longer exist: run without --measured")
-            pending = [(module, pool.submit(try_mutant, mutant)) for module, mutant in drawn]
+            pending = [(module, pool.submit(try_mutant, mutant, args.seconds)) for module, mutant in drawn]
             for number, (module, result) in enumerate(pending, 1):
                 if outcome := result.result():
                     results[module].append(outcome)

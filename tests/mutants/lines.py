@@ -26,7 +26,6 @@ BESIDE = {
     "kernels/": "analysis/test_resource_table.py"
     "::test_the_table_was_made_from_the_kernels_and_tiles_that_are_here",
 }
-SECONDS = 40.0  # of the tests of one mutant, as measured without it
 
 
 def measure_lines(jobs: int) -> None:
@@ -87,9 +86,9 @@ def statements_around(path: str, line: int) -> list[ast.stmt]:
     return [x for x in statements if x.lineno <= line <= (x.end_lineno or 0)]
 
 
-def choose_tests(mutant: Mutant) -> list[str]:
-    """Return the tests that run the statement of a mutant, or its file if it runs at import; no more than
-    SECONDS of them. Cheap tests come first, tests of rare lines of its function, the first case of each test,
+def choose_tests(mutant: Mutant, most: float) -> list[str]:
+    """Return the tests that run the statement of a mutant, or its file if it runs at import; no more than take
+    ``most`` seconds without it. Cheap tests come first, tests of rare lines of its function, the first case of each test,
     and tests named for the module or in its package's own folder; tests of BESIDE come last."""
     of_lines = read_measured("lines").get(mutant.path, {})
     own_lines = [of_lines.get(str(line)) for line in lines_of_statement(mutant.path, mutant.line)]
@@ -112,7 +111,7 @@ def choose_tests(mutant: Mutant) -> list[str]:
     result, spent = [], 0.0
     for test in sorted(costs, key=lambda test: (costs[test], test)):
         spent += seconds[test]
-        if spent <= SECONDS or not result:
+        if spent <= most or not result:
             result.append(test)
     beside = [f"tests/{test}" for folder, test in BESIDE.items() if mutant.path.startswith(folder)]
     return result + [test for test in beside if test in seconds]
