@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,12 +26,12 @@ MODULES = {
     "kernels": "kernels",
 }
 # Left out: operators of cosmic-ray that remove decorators or replace variables at random, and replacements
-# that only raise or that change nothing, as `==` by `is`, or by `<=` with a text. Numbers outside of
-# functions are chosen values: limits and figures of hardware.
+# that only raise or mostly change nothing, as `==` by `is`, or by `<=`, beside the bound of what is compared:
+# `==` is negated. Numbers outside of functions are chosen values: limits and figures of hardware.
 ARITHMETIC = """Add_Sub Sub_Add Mul_Add Mul_FloorDiv Div_Mul FloorDiv_Mul FloorDiv_Add Mod_Mul Mod_FloorDiv
     Pow_Mul LShift_RShift RShift_LShift BitOr_BitAnd BitAnd_BitOr BitXor_BitOr"""
-COMPARISONS = """Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Eq_NotEq Eq_LtE Eq_GtE
-    NotEq_Eq NotEq_Lt NotEq_Gt Is_IsNot IsNot_Is"""
+COMPARISONS = """Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Eq_NotEq
+    NotEq_Eq Is_IsNot IsNot_Is"""
 OTHERS = """AddNot NumberReplacer ReplaceTrueWithFalse ReplaceFalseWithTrue ReplaceAndWithOr ReplaceOrWithAnd
     ReplaceBreakWithContinue ReplaceContinueWithBreak ExceptionReplacer ZeroIterationForLoop"""
 MATPLOTLIB = ("axes.", "axis.", "figure.")  # calls that place and colour what a picture shows: left out
@@ -67,15 +66,13 @@ def make_operator(name: str):  # type: ignore[no-untyped-def]
 def list_mutants(path: str) -> Iterator[Mutant]:
     """Every mutant of a file, without those of annotations, decorators and functions that Triton compiles."""
     source = (ROOT / path).read_text()
-    tree, lines = ast.parse(source), source.splitlines()
-    left_out, of_text = list(spans_left_out(tree)), list(operators_of_text(tree))
+    left_out, lines = list(spans_left_out(ast.parse(source))), source.splitlines()
     nodes = list(ast_nodes(get_ast(source)))
     for name in OPERATORS:
-        operator, is_order = make_operator(name), name.endswith(("_Lt", "_LtE", "_Gt", "_GtE"))
-        spans = left_out + of_text if is_order else left_out
+        operator = make_operator(name)
         positions = (position for node in nodes for position in operator.mutation_positions(node))
         for occurrence, ((line, column), _) in enumerate(positions):
-            if not any(start <= (line, column) < end for start, end in spans):
+            if not any(start <= (line, column) < end for start, end in left_out):
                 yield Mutant(path, line, column, name, occurrence, lines[line - 1].strip())
 
 
@@ -95,15 +92,6 @@ def spans_left_out(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[in
             parts += [*node.args, *node.keywords]
         for part in filter(None, parts):
             yield (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)
-
-
-def operators_of_text(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield where operators lie that compare with a text: its place in an order means nothing."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            for left, right in pairwise([node.left, *node.comparators]):
-                if any(isinstance(x, ast.Constant) and isinstance(x.value, str) for x in (left, right)):
-                    yield (left.end_lineno or 0, left.end_col_offset or 0), (right.lineno, right.col_offset)
 
 
 def draw_mutants(module: str, count: int, seed: int) -> list[Mutant]:
