@@ -260,7 +260,7 @@ class TritonEngine:
             left, right = tables.window
             first = first if left is None else max(first, tables.q_first - left)
             end = end if right is None else min(end, tables.q_first + tables.q_rows + right)
-        tiles = triton.cdiv(max(0, end - first), tiling.config.BLOCK_N)
+        tiles = triton.cdiv(end - first, tiling.config.BLOCK_N)
         state = 4 * (v.shape[3] + 2) * q.numel() // q.shape[3]
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         return max(1, min(MAX_PARTIAL_BYTES // max(1, state), num_kv_splits(programs, tiles, sms)))

@@ -245,6 +245,7 @@ def test_rows_fill_tiles(
 def test_the_smallest_tiles_without_wgmma_have_16_rows() -> None:
     assert launch(1, 8, 8, arch="sm_80").config.BLOCK_M == 16
     assert launch(1, 8, 8, dtype=F32).config.BLOCK_M == 16
+    assert launch(8, 32, 8, arch="sm_80").config.BLOCK_M == 32  # 8 rows of 4 heads
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,11 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_right_route_is_taken(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With states between steps, and rows that no kernel writes."""
+def test_a_right_route_is_taken(
+    mask: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With states between steps, and rows that no kernel writes. The verdict is logged."""
+    caplog.set_level("DEBUG", "tritoncp")
     batch = 2 if "batch" in mask else 1
     x, block_mask = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
     world, launched = tritoncp.simulate(2), damaged(monkeypatch, lambda step: None)
@@ -75,6 +78,7 @@ def test_a_right_route_is_taken(mask: str, monkeypatch: pytest.MonkeyPatch) -> N
         ring = world.flex_attention(*(world.shard(t, plan, dim=2) for t in x), plan, **options)
         results.append([world.unshard(shards, plan, dim=2) for shards in ring])
     assert launched
+    assert "route gluon on cpu: agrees with 'loops'" in caplog.messages
     want = tritoncp.flex_attention(*x, block_mask, return_lse=True)
     for out, lse in results:
         close(out, want[0], "out", 2 * torch.finfo(FINE).eps)

@@ -104,6 +104,7 @@ def test_a_score_mod_of_unknown_loads_has_the_tiles_of_the_heaviest() -> None:
         for loads in ({}, {"score_loads": 2}, {"score_loads": 1})
     ]
     assert configs[0] == configs[1] != configs[2]
+    assert all(config.USE_TMA for config in configs)  # unless tensors cannot be copied by descriptor
 
 
 def measured(kind: str, config: Config) -> dict[str, Any]:

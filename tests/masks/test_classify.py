@@ -287,6 +287,7 @@ def test_no_decided_tile_is_decided_wrongly(expression: Expression, seed: int) -
         lambda b, h, q, kv: (
             torch.div(-q, 3, rounding_mode="floor") == torch.div(q, -7, rounding_mode="trunc")
         ),
+        lambda b, h, q, kv: (q << h) > (kv >> b),
         lambda b, h, q, kv: torch.where(h > 1, q, kv) > 5,
         lambda b, h, q, kv: torch.logical_and(b, q > 5),
         lambda b, h, q, kv: torch.logical_not(h) ^ (q > 5),

@@ -89,7 +89,7 @@ def statements_around(path: str, line: int) -> list[ast.stmt]:
 def choose_tests(mutant: Mutant, most: float) -> list[str]:
     """Return the tests that run the statement of a mutant, or its file if it runs at import; no more than take
     ``most`` seconds without it. Cheap tests come first, tests of rare lines of its function, the first case of each test,
-    and tests named for the module or in its package's own folder; tests of BESIDE come last."""
+    and tests named for the module or in a folder of its packages; tests of BESIDE come last."""
     of_lines = read_measured("lines").get(mutant.path, {})
     own_lines = [of_lines.get(str(line)) for line in lines_of_statement(mutant.path, mutant.line)]
     chosen = {test for tests in own_lines if tests for test in tests}
@@ -100,7 +100,8 @@ def choose_tests(mutant: Mutant, most: float) -> list[str]:
         for test in (tests := of_lines.get(str(line), [])):
             rarity[test] += 1 / len(tests)
     seconds, cases, costs = read_measured("seconds"), defaultdict(int), {}
-    own, of_module = f"tests/{Path(mutant.path).parts[-2]}/", f"/test_{Path(mutant.path).stem}.py::"
+    path = Path(mutant.path)
+    own, of_module = tuple(f"tests/{name}/" for name in path.parts[:-1]), f"/test_{path.stem}.py::"
     names = list(seconds)
     for number in sorted(chosen, key=lambda number: (seconds[names[number]], names[number])):
         test = names[number]
