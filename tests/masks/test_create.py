@@ -11,6 +11,7 @@ import tritoncp
 from tritoncp import masks
 from tritoncp.masks.classification.classify import PAIRS, torch_evaluator
 from tritoncp.masks.classification.tile_bounds import Bounds
+from tritoncp.masks.mask import capture_device
 
 S = 1 << 20
 IDS = torch.arange(300).repeat_interleave(S // 300 + 1)[:S]
@@ -73,3 +74,10 @@ def test_a_mask_that_cannot_be_traced_is_evaluated_in_bounded_chunks(monkeypatch
     mask = masks.create_block_mask(opaque, None, None, 400, 300, BLOCK_SIZE=64)
     assert mask.runs == masks.create_block_mask(tritoncp.causal(), None, None, 400, 300, BLOCK_SIZE=64).runs
     assert max(sizes) <= 1 << 12
+
+
+def test_a_mask_is_made_where_its_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    here, there = torch.zeros(S), torch.zeros(S, device="meta")
+    assert capture_device(lambda b, h, q, kv: here[q] > there[kv]).type == "meta"
+    assert capture_device(lambda b, h, q, kv: here[q] > kv).type == "cpu"

@@ -226,6 +226,7 @@ def test_an_interval_found_for_one_batch_row_does_not_serve_others_it_may_not_ho
         assert (mask.interval_for(4, 1) is None) == reads[0]
         assert (mask.interval_for(1, 4) is None) == reads[1]
         assert (mask.listed_rows(1, 1).interval is None) == reads[0]
+        assert mask[[0, 0]].interval is not None and (mask[:, [0, 0]].interval is None) == reads[1]
 
 
 @pytest.mark.parametrize("size", [(5, 8), (8, 5), (5, 5), (8, 8)])

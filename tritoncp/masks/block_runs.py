@@ -73,10 +73,6 @@ class Runs:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __repr__(self) -> str:
-        b, h, r, c = self.shape
-        return f"{type(self).__name__}(B={b}, H={h}, rows={r}, cols={c}, runs={len(self.stored[1])})"
-
     # -- to and from dense ------------------------------------------------------------------------
 
     @classmethod
