@@ -70,10 +70,12 @@ def dense(mod: MaskMod, q_len: int, kv_len: int) -> Tensor:
 
 DESCENDING = document(ids=-(torch.arange(N) // 7))
 GAP = or_masks(Selection(sliding_window(1, 0), start=9), sliding_window(1, 0))
+TOUCH = and_masks(Selection(sliding_window(0, -1), start=1), causal())  # keys from q + 1 on, and up to q
 
 
 @LAWS
 @example(mod=GAP, q_len=20, kv_len=40)
+@example(mod=TOUCH, q_len=9, kv_len=9)
 @example(mod=sliding_window(0, 0), q_len=9, kv_len=5)  # query 5 is beyond the last key by one
 @given(forms(), lengths, lengths)
 def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
