@@ -58,7 +58,9 @@ def simple_forms(draw: st.DrawFn) -> MaskMod:
 def forms(draw: st.DrawFn) -> MaskMod:
     parts = draw(st.lists(simple_forms(), min_size=1, max_size=3))
     join = draw(st.sampled_from([and_masks, or_masks, lambda *p: not_(p[0])]))
-    return parts[0] if len(parts) == 1 and draw(st.booleans()) else join(*parts)
+    mod = parts[0] if len(parts) == 1 and draw(st.booleans()) else join(*parts)
+    rows = draw(st.sampled_from([None, (1, 0), (1,)]))
+    return Selection(mod, rows) if rows else mod
 
 
 lengths = st.integers(1, N)

@@ -247,7 +247,7 @@ def test_pickle_and_pictures() -> None:
     texts = "rows see intervals", "nothing masked inside blocks", "rows see a mask_mod"
     for one, text in zip((mask, full_mask(8, 8), hidden), texts):
         assert "sparsity=" in repr(one) and repr(one).endswith(f", {text})") and "\n" not in repr(one)
-    assert "b=0, h=0 of 2 x 1" in str(mask)
+    assert "b=0, h=0 of 2 x 1" in str(mask) and "b=0" not in str(full_mask(8, 8))
     picture = create_block_mask(causal(), None, None, 1 << 16, 1 << 16).draw()
     assert picture.splitlines() == ["█" * i + "▒" + "·" * (63 - i) for i in range(64)]
     assert max(len(line) for line in full_mask(129 * 100, 500).draw().splitlines()) <= 64
