@@ -207,8 +207,7 @@ def fetch(visible: Tensor, kv: Placement, rank: int) -> Fetch:
 def held_slots(own: Tensor, fetch: Fetch, length: int) -> Tensor:
     """Return the slots of the buffer that holds a rank's ``length`` rows, of batch row after batch row if
     they differ in what they fetch, then the fetched rows: int32 [Bn, n, 3], sorted by global position."""
-    shift = torch.zeros(1, 1, 3, dtype=torch.int32)
-    shift[..., 0] = length
+    shift = torch.tensor([length, 0, 0], dtype=torch.int32)
     rows = torch.arange(len(fetch.slots), dtype=torch.int32)[:, None, None]
     own = own + rows * shift  # one batch row unless ``fetch.batched``
     return sort_by_position(torch.cat([own, fetch.slots + len(fetch.slots) * shift], 1))

@@ -43,7 +43,8 @@ class FreeBlocks:
         nonempty = last > first
         column = column[nonempty].repeat(2)
         first, last = (torch.cat([x[nonempty], x[nonempty] + n]) for x in (first, last))
-        order = (column * (2 * n + 1) + first).argsort()
+        order = first.argsort(stable=True)
+        order = order[column[order].argsort(stable=True)]
         column, self.first, self.last = column[order], first[order], last[order]
         self.place, self.hardest = torch.arange(n), int(self.cost.argmax())
         self.before = torch.zeros_like(self.last)  # where the column's previous run ends
