@@ -483,6 +483,20 @@ def test_a_message_is_lost_once_a_rank_has_stopped_before_it_or_time_is_up(
     assert (error is not None and error.startswith("PeerLost: ")) == is_lost == bool(record.closed)
 
 
+@pytest.mark.parametrize(
+    ("backends", "device"), [("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("gloo", "cpu"), ("fake", "cpu")]
+)
+def test_companions_share_the_timeout_of_the_tensors_backend(
+    backends: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of NCCL alone has none for the CPU."""
+    limit, group = timedelta(seconds=7), mock.Mock()
+    group._get_backend.return_value.options._timeout = limit
+    monkeypatch.setattr(dist, "get_backend", lambda of: backends)
+    assert failures.timeout(group) == limit
+    group._get_backend.assert_called_once_with(torch.device(device))
+
+
 @pytest.mark.parametrize(("times", "asked"), [((0.3, 0.3, 0), 2), ((0.3, 0.0), 1)])
 def test_an_error_within_a_slice_is_the_message_s_own(
     times: tuple[float, ...], asked: int, monkeypatch: pytest.MonkeyPatch

@@ -207,6 +207,8 @@ def test_windows_need_no_tables_only_where_positions_are_in_order() -> None:
     assert build(mask, 4, 2, balancer=None).tables("cpu", 1, 1).window == (9, 4)
     assert build(mask, 4, 2, balancer=None).tables("cpu", 1, 1).q_first == 32
     assert build(mask, 4, balancer="ptrr").tables("cpu", 1, 1).window is None
+    lone = [create_block_mask(causal(), None, None, 1, keys) for keys in (1, 2)]  # see step_tables.py
+    assert [build(one).tables("cpu", 1, 1).window for one in lone] == [None, (None, 0)]
     padded = build(mask, 2, balancer=None, lengths=[30, 34])  # padding between shards
     assert padded.tables("cpu", 1, 1).window is None
     unbounded = create_block_mask(causal(), None, None, 64, 64, BLOCK_SIZE=8)

@@ -218,8 +218,11 @@ def test_json_has_the_plans_own_figures() -> None:
     layer = {"batch": 1, "heads": 16, "kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "itemsize": 4}
     assert report["work"] == plan.work and report["schedule"] == plan.schedule
     assert report["metrics"] == plan.metrics(**layer) and report["layer"] == {**layer, "latent": 0}
-    sent = [plan.for_rank(rank).bytes_sent(**layer) for rank in range(5)]
-    assert report["schedules"][plan.schedule]["sent_bytes"] == sent
+    schedule = report["schedules"][plan.schedule]
+    assert schedule["sent_bytes"] == [plan.for_rank(rank).bytes_sent(**layer) for rank in range(5)]
+    assert [schedule[name] for name in ("forward_ms", "backward_ms")] == [
+        report["metrics"][name] for name in ("forward_ms", "backward_ms")
+    ]
     assert report["mask"]["expression"] == "causal & window(1K)" and report["mask"]["q_len"] == 1 << 16
 
 
