@@ -192,9 +192,7 @@ def _mask_contenders(case: HostCase) -> Makers:
     length = (problem.seq, problem.seq)
     makers: Makers = {OURS: lambda: problem.block_mask}
     if problem.seq <= 4096:  # torch's builder takes memory quadratic in the length
-        makers["torch"] = lambda: (
-            lambda: torch_flex.create_block_mask(mod, None, None, *length, device="cpu")
-        )
+        makers["torch"] = lambda: lambda: torch_flex.create_block_mask(mod, None, None, *length, device="cpu")
     return makers
 
 

@@ -484,7 +484,7 @@ def test_a_message_is_lost_once_a_rank_has_stopped_before_it_or_time_is_up(
 
 
 @pytest.mark.parametrize(
-    ("backends", "device"), [("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("gloo", "cpu"), ("fake", "cpu")]
+    ("backends", "device"), [("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("gloo", "cpu")]
 )
 def test_companions_share_the_timeout_of_the_tensors_backend(
     backends: str, device: str, monkeypatch: pytest.MonkeyPatch

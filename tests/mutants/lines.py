@@ -87,9 +87,10 @@ def statements_around(path: str, line: int) -> list[ast.stmt]:
 
 
 def choose_tests(mutant: Mutant, most: float) -> list[str]:
-    """Return the tests that run the statement of a mutant, or its file if it runs at import; no more than take
-    ``most`` seconds without it. Cheap tests come first, tests of rare lines of its function, the first case of each test,
-    and tests named for the module or in a folder of its packages; tests of BESIDE come last."""
+    """Return the tests that run the statement of a mutant, or its file if it runs at import; no more than
+    take ``most`` seconds without it. Cheap tests come first, tests of rare lines of its function, the first
+    case of each test, and tests named for the module or in a folder of its packages; tests of BESIDE come
+    last."""
     of_lines = read_measured("lines").get(mutant.path, {})
     own_lines = [of_lines.get(str(line)) for line in lines_of_statement(mutant.path, mutant.line)]
     chosen = {test for tests in own_lines if tests for test in tests}
