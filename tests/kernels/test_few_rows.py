@@ -236,7 +236,8 @@ def test_rows_fill_tiles(
     shape: tuple[int, int, int], pack: int, tile: int, programs: tuple[int, int]
 ) -> None:
     prepared = launch(*shape)
-    assert (prepared.args["PACK"], prepared.config.BLOCK_M) == (pack, tile)
+    config = prepared.config  # as many keys as rows, in the tiles of few rows and in others
+    assert (prepared.args["PACK"], config.BLOCK_M, config.BLOCK_N) == (pack, tile, tile)
     assert tiles_and_heads(prepared) == programs
     plain = launch(*shape, PACK_GQA=False)
     assert plain.args["PACK"] == 1 and tiles_and_heads(plain)[1] == shape[1]
