@@ -240,6 +240,12 @@ def test_results_are_laid_out_as_queries_whose_length_nothing_bounds() -> None:
     assert out.stride()[1:] == (4, 12, 1)
 
 
+def test_a_message_ends_with_zeros() -> None:
+    k, v = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 2)
+    message = buffers.pack(k, v, 6)
+    assert all(map(torch.equal, buffers.views(message[:4], k), (k, v))) and not message[4:].any()
+
+
 @pytest.mark.parametrize("add", [False, True])
 def test_partial_sums_of_keys_are_added_unless_batch_rows_share_them(add: bool) -> None:
     """The engine of a GPU may split the query heads of a KV head; each part is computed in its own memory."""
