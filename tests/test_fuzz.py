@@ -73,10 +73,9 @@ OF_TORCH = {
     "heads, group": ((2, 1), (1, 2)),
     "block": (16, (8, 16)),
 }
-IN_FLOAT64 = {*torch_mods.FLOAT64, "torch: sum of a captured row"}  # rounded in the dtype of its tensor
 TORCHS, TORCHS_SMALL = (
     [
-        replace(case, dtype=torch.float64) if case.score in IN_FLOAT64 else case
+        replace(case, dtype=torch.float64) if case.score in torch_mods.FLOAT64 else case
         for case in spread(factors | OF_TORCH, len(torch_mods.SCORES))
     ]
     for factors in (FACTORS, SMALL)
