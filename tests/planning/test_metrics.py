@@ -30,7 +30,7 @@ def masks() -> dict[str, Mask]:
     return {
         "causal": create_block_mask(causal(), 1, 1, N, N),
         "window": create_block_mask(and_masks(causal(), sliding_window(2048)), 1, 1, N, N),
-        "uneven": create_block_mask(causal(), 1, 1, N - 5000, N - 5000),
+        "uneven": create_block_mask(causal(), 1, 1, N - 5000, N - 5000, BLOCK_SIZE=4096),
         "few queries": create_block_mask(sliding_window(N // 2), 1, 1, N // 2, N),
         "apart": create_block_mask(document(lengths=[N // 4] * 4), 1, 1, N, N),
         "documents": create_block_mask(and_masks(causal(), document(lengths=half)), 2, 1, N, N),

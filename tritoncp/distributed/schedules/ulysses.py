@@ -50,9 +50,11 @@ def backward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Compute (dq, dk, dv) of this rank's shards; gradients of captures go to the engine's buffers."""
     exchange = HeadExchange.of(plan, q, k)
-    grads = yield from _head_gradients(inner, exchange, engine, q, k, v, dout, lse, delta)
-    fields = zip(grads, (exchange.q, exchange.kv, exchange.kv), (q, k, v), strict=True)
-    dq, dk, dv = yield from exchange.to_sequence(*fields)
+    dq, dk, dv = yield from _head_gradients(inner, exchange, engine, q, k, v, dout, lse, delta)
+    dq = dq.to(q.dtype)  # once the received tensors are freed
+    dq, dk, dv = yield from exchange.to_sequence(
+        (dq, exchange.q, q), (dk, exchange.kv, k), (dv, exchange.kv, v)
+    )
     return dq, dk, dv
 
 
@@ -72,8 +74,8 @@ def _head_gradients(
     if row is local and exchange.kv.shared:  # dK and dV are summed over the ranks that share a KV head
         run = partial(local.backward, key_dtype=lse.dtype)
     computation = run(exchange.plan, own_heads, *whole_qkv, whole_dout, whole_lse, whole_delta)
-    dq, dk, dv = yield from exchange.run_between_rows(computation)
-    return dq.to(q.dtype), dk, dv
+    grads: tuple[Tensor, Tensor, Tensor] = yield from exchange.run_between_rows(computation)
+    return grads
 
 
 def _schedule_between_rows(inner: Any, exchange: HeadExchange) -> Any:
