@@ -78,6 +78,6 @@ def test_a_mask_that_cannot_be_traced_is_evaluated_in_bounded_chunks(monkeypatch
 
 def test_a_mask_is_made_where_its_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    here, there = torch.zeros(S), torch.zeros(S, device="meta")
-    assert capture_device(lambda b, h, q, kv: here[q] > there[kv]).type == "meta"
-    assert capture_device(lambda b, h, q, kv: here[q] > kv).type == "cpu"
+    on_cpu, on_meta = torch.zeros(S), torch.zeros(S, device="meta")
+    assert capture_device(lambda b, h, q, kv: on_cpu[q] > on_meta[kv]).type == "meta"
+    assert capture_device(lambda b, h, q, kv: on_cpu[q] > kv).type == "cpu"
