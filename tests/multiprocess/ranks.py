@@ -212,6 +212,8 @@ def _collect(pipes: dict[Connection, int], world_size: int, deadline: float) -> 
 
 def _join(rank: int, world_size: int, path: Path, timeout: float) -> None:
     """Make the gloo world of forked ranks, whose store is a file."""
+    if inductor := sys.modules.get("torch._inductor.async_compile"):
+        inductor.AsyncCompile.pool.cache_clear()  # a fork lacks the threads of its parent
     use_loopback_interface()
     torch.set_num_threads(1)  # a forked process cannot use the threads of its parent
     store, limit = dist.FileStore(str(path), world_size), timedelta(seconds=timeout)
