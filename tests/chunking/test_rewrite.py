@@ -194,15 +194,17 @@ def test_chunks_have_the_bits_of_eager_chunking(case, cpu_engine):
 
 def test_concrete_graphs_have_numbers_and_keep_their_marks(cpu_engine):
     (symbolic,) = run_case(CASES[-1])[0].graphs
-    graphs = symbolic, concrete = symbolic, concretise(symbolic)
+    concrete = concretise(symbolic)
     known = set(hints(symbolic))
     assert known and not hints(concrete)
     assert not [n for n in concrete.graph.nodes if free_symbols(n.meta.get("val")) & known]
     assert len(concrete.graph.nodes) < len(symbolic.graph.nodes)
     check = torch.ops.aten._assert_scalar.default
-    checks = [len(gm.graph.find_nodes(op="call_function", target=check)) for gm in graphs]
+    checks = [len(gm.graph.find_nodes(op="call_function", target=check)) for gm in (symbolic, concrete)]
     assert 0 < checks[1] < checks[0]  # those of data stay
-    nodes = [[n for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)] for gm in graphs]
+    nodes = [
+        [n for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)] for gm in (symbolic, concrete)
+    ]
     marks = [[n.meta["custom"] for n in part if "custom" in n.meta] for part in nodes]
     assert marks[0] == marks[1] and marks[0]
 
