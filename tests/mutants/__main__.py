@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from tests.mutants.lines import choose_tests, measure_lines, read_measured
 from tests.mutants.sample import MODULES, ROOT, Mutant, copy_checkout, draw_mutants, list_mutants
 
 GOAL = 0.95
+MOST_BYTES = 8 << 30  # of each process that runs tests: a mutant may allocate without end
 HEAVY = ("torch._dynamo", "torch.distributed", "torch.nn.attention.flex_attention", "triton.language")
 
 
@@ -83,6 +85,7 @@ def run_tests(tests: list[str], limit: float, *options: str) -> str:
     if child == 0:
         os.setsid()
         signal.alarm(int(limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         os.chdir(copy)
         with open(os.devnull, "w") as file:
             os.dup2(file.fileno(), 1)
@@ -113,7 +116,7 @@ def try_mutant(mutant: Mutant, most: float) -> Result | None:
         return None
     path.write_text(mutated)
     try:
-        limit = 60 + 5 * sum(read_measured("seconds")[test] for test in tests)
+        limit = 60 + 2 * sum(read_measured("seconds")[test] for test in tests)
         return Result(mutant, changed, len(tests), run_tests(tests, limit) if tests else "")
     finally:
         path.write_text(source)
