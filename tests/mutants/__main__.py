@@ -30,6 +30,7 @@ from tests.mutants.sample import MODULES, ROOT, Mutant, copy_checkout, draw_muta
 
 GOAL = 0.95
 MOST_BYTES = 8 << 30  # of each process that runs tests: a mutant may allocate without end
+MOST_SECONDS = 300  # to collect tests
 HEAVY = ("torch._dynamo", "torch.distributed", "torch.nn.attention.flex_attention", "triton.language")
 
 
@@ -54,10 +55,14 @@ class Result(NamedTuple):
 
 
 class FirstFailure:
-    """Plugin of pytest that writes the first test, or module, that fails to a file."""
+    """Plugin of pytest that writes the first test, or module, that fails to a file, and ends the process if a
+    test takes longer than a minute and five times its measured seconds."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        signal.alarm(60 + int(5 * read_measured("seconds")[nodeid]))
 
     def note(self, report: Any) -> None:
         if report.failed and not self.path.exists():
@@ -76,15 +81,15 @@ def worker_copy() -> Path:
     return copy
 
 
-def run_tests(tests: list[str], limit: float, *options: str) -> str:
-    """Run tests in a fork; return the first that fails, "time" after ``limit`` seconds, or ""."""
+def run_tests(tests: list[str], *options: str) -> str:
+    """Run tests in a fork; return the first that fails, "time" if one takes too long, or ""."""
     copy = worker_copy()
     failure = copy.parent / "failure"
     failure.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         os.setsid()
-        signal.alarm(int(limit))
+        signal.alarm(MOST_SECONDS)
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         os.chdir(copy)
         with open(os.devnull, "w") as file:
@@ -116,8 +121,7 @@ def try_mutant(mutant: Mutant, most: float) -> Result | None:
         return None
     path.write_text(mutated)
     try:
-        limit = 60 + 2 * sum(read_measured("seconds")[test] for test in tests)
-        return Result(mutant, changed, len(tests), run_tests(tests, limit) if tests else "")
+        return Result(mutant, changed, len(tests), run_tests(tests) if tests else "")
     finally:
         path.write_text(source)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -126,7 +130,7 @@ def try_mutant(mutant: Mutant, most: float) -> Result | None:
 def find_failing(tests: list[str]) -> set[str]:
     """Return the tests that fail without a mutant."""
     failing: set[str] = set()
-    while (rest := [test for test in tests if test not in failing]) and (failure := run_tests(rest, 3600)):
+    while (rest := sorted({*tests} - failing)) and (failure := run_tests(rest)) not in {"", *failing}:
         failing.add(failure)
     return failing
 
@@ -178,7 +182,7 @@ def main() -> int:
         # not multiprocessing.Pool: its processes may have no children, as the workers of a DataLoader
         with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as pool:
             measured = list(read_measured("seconds"))
-            if args.measured and pool.submit(run_tests, measured, 600, "--collect-only").result():
+            if args.measured and pool.submit(run_tests, measured, "--collect-only").result():
                 parser.error("build/mutants names tests that no longer exist: run without --measured")
             pending = [(module, pool.submit(try_mutant, mutant, args.seconds)) for module, mutant in drawn]
             for number, (module, result) in enumerate(pending, 1):

@@ -58,6 +58,8 @@ def test_visible_blocks_and_traffic_are_the_masks(name: str, balancer: str | Non
             ]
             rows = sum(int(want[b, at // reader.mask.kv_block].sum()) for b, at in enumerate(real))
             assert int(reader.traffic[reader.rank, owner.rank]) == rows
+        read = {hop.owner for hop in reader.ring if hop.reads}
+        assert read == {reader.rank, *reader.traffic[reader.rank].nonzero()[:, 0].tolist()}
 
 
 @pytest.mark.parametrize("world", WORLDS)
