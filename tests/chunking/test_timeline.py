@@ -87,7 +87,7 @@ def test_spans_are_those_worked_out_by_hand(name):
     timeline = predict_timeline(b.module(*build(b)), UNIT)
     assert [(span.kind, span.start, span.end) for span in timeline.spans] == spans
     lengths = {kind: sum(end - start for each, start, end in spans if each == kind) for kind, _, _ in spans}
-    assert timeline.makespan == max(end for _, _, end in spans)
+    assert timeline.makespan == max(end for _, _, end in spans) and Timeline((), 0).makespan == 0
     assert (timeline.compute, timeline.communication) == (lengths.get("memory", 0), lengths.get("message", 0))
     assert timeline.exposed == timeline.makespan - timeline.compute
     times = timeline.makespan, timeline.exposed, timeline.compute, timeline.communication

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -345,6 +346,22 @@ class DeadStore(dist.Store):
         raise RuntimeError("gone\nwith details")
 
     check = add
+
+
+def test_a_store_that_hangs_keeps_no_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked once, for a while."""
+    monkeypatch.setattr(failures, "STORE_TIMEOUT", 0.05)
+    end, store, before = threading.Event(), mock.Mock(spec=dist.HashStore), {*threading.enumerate()}
+    store.check.side_effect = lambda keys: not end.wait()
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, of: of)
+    group = StandIn(0, store)
+    record = failures.record_of(group)
+    for _ in range(2):
+        assert failures._read(group, record) and not record.has_store
+    (thread,) = {*threading.enumerate()} - before
+    assert thread.daemon
+    end.set()
+    thread.join()
 
 
 @pytest.mark.parametrize(

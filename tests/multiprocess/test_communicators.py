@@ -152,7 +152,8 @@ def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(
 
 def test_other_backends_and_single_ranks_need_no_companion() -> None:
     def work(group: Any) -> None:
-        assert groups.data_communicator(group, CUDA) is group
+        of_cpu = dist.new_group(backend="cpu:gloo")
+        assert all(groups.data_communicator(one, CUDA) is one for one in (group, of_cpu))
         alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
         events = pretend_nccl(high_priority=False)
         tritoncp.make_plan(CASE.block_mask(), alone)
