@@ -138,7 +138,7 @@ def test_without_a_mask_mod_partial_blocks_are_full() -> None:
     num, indices = torch.full((1, 1, 2), 2, dtype=torch.int32), torch.tensor([[[[2, 0, 1], [1, 0, 2]]]]).int()
     mask = from_block_mask(flex.BlockMask.from_kv_blocks(num, indices, BLOCK_SIZE=4, seq_lengths=(8, 10)))
     assert mask.runs.to_kinds().tolist() == [[[[1, 3, 2], [1, 1, 3]]]]
-    assert mask.mask_mod is None
+    assert mask.mask_mod is None and mask.reads == (False, False)
     assert mask.interval is None
 
 
@@ -155,7 +155,7 @@ def test_full_mask_shows_everything(geometry) -> None:
 
 def test_a_full_mask_takes_memory_for_its_rows_of_blocks_alone() -> None:
     """A dense map of its blocks would take 1 TiB."""
-    mask = full_mask(1 << 27, (1 << 27) - 5)
+    mask = full_mask(1 << 30, (1 << 30) - 5, block=1024)
     assert sum(int(blocks.sum()) for blocks in mask.runs.counts()) == 1 << 40
     assert mask.runs.runs.nbytes + mask.runs.ptr.nbytes < 64 << 20
 
