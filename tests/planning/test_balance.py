@@ -294,6 +294,7 @@ def test_blocks_are_swapped_with_any_rank_that_makes_the_busiest_less_busy() -> 
     """The least busy rank, the second, has no block to swap."""
     owner, costs = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([2, 2, 2, 1.5, 1.2], dtype=torch.float64)
     work: Any = SimpleNamespace(costs=costs, world_size=3)
+    assert torch.equal(even_work(owner.clone(), work, 4), owner)  # no rank exceeds it
     assert loads(even_work(owner, work, 3.6), costs, 3).tolist() == [3.5, 2, 3.2]
 
 
@@ -324,24 +325,54 @@ def test_locality_weighs_the_bytes_of_all_masks() -> None:
     ]  # fmt: skip
 
 
-@given(st.integers(0, 999), st.integers(2, 9), st.integers(1, 12))
-def test_windows_on_the_circle_of_free_blocks(seed: int, share: int, cuts: int) -> None:
-    """Work, visible columns and starts of all windows, and the sizes that are tried."""
+def random_free_blocks(seed: int) -> tuple[FreeBlocks, Tensor]:
+    """Make the free ones of 12 blocks, and the columns that they see: bool [n, 12]."""
     draw = torch.Generator().manual_seed(seed)
     visible, is_free = torch.rand(12, 12, generator=draw) < 0.3, torch.rand(12, generator=draw) < 0.7
     is_free[:2] = True
-    mask = create_block_mask(lambda b, h, q, kv: visible[q, kv], None, None, 12, 12, BLOCK_SIZE=1)
-    blocks, sizes = FreeBlocks(work_of_rows([mask], 4)[0], is_free), []
+    runs = Runs.from_kinds(torch.where(visible, int(Kind.MASKED), ABSENT).to(torch.uint8)[None, None])
+    return FreeBlocks(Work(visible.sum(1).double(), 4, (runs,)), is_free), visible[is_free]
+
+
+@given(st.integers(0, 999), st.integers(2, 9), st.integers(1, 12))
+def test_windows_on_the_circle_of_free_blocks(seed: int, share: int, cuts: int) -> None:
+    """Work, visible columns and starts of all windows, and the sizes that are tried."""
+    (blocks, visible), sizes = random_free_blocks(seed), []
     n = len(blocks.ids)
     for size in range(1, n + 1):
         windows = (torch.arange(n)[:, None] + torch.arange(size)) % n
         assert blocks.work(size).tolist() == pytest.approx(blocks.cost[windows].sum(1).tolist())
-        assert blocks.count_visible(size).tolist() == visible[is_free][windows].any(1).sum(1).tolist()
+        assert blocks.count_visible(size).tolist() == visible[windows].any(1).sum(1).tolist()
         with_hardest = (windows == int(blocks.cost.argmax())).any(1).nonzero()[:, 0]
         assert sorted(blocks.starts_with_hardest(size).tolist()) == with_hardest.tolist()
     blocks._pair = lambda size, rest, *_: sizes.append(size) or (0, 0, size, 0)
     blocks.choose(share, 1.0, cuts, 0.1)
     assert sizes == sorted({share * k // cuts for k in range(1, cuts + 1) if share * k >= cuts})
+
+
+@given(st.integers(0, 999), st.floats(0, 40), st.floats(0.1, 40), st.integers(1, 12), st.integers(0, 11))
+def test_the_best_two_windows_of_free_blocks(
+    seed: int, target: float, width: float, size: int, rest: int
+) -> None:
+    """One holds the costliest block; the other is the best of the missing work, if it does not overlap."""
+    blocks, visible = random_free_blocks(seed)
+    n = len(blocks.ids)
+    size = min(size, n)
+    rest = min(rest, n - size)
+
+    def list_windows(count: int) -> list[tuple[int, int, set[int], float]]:
+        """List the columns, start, blocks and work of every window."""
+        held = [[(start + i) % n for i in range(count)] for start in range(n)]
+        columns = [int(visible[window].any(0).sum()) for window in held]
+        return list(zip(columns, range(n), map(set, held), blocks.work(count).tolist()))
+
+    pairs, others = [], list_windows(rest)
+    for columns, start, held, work in list_windows(size):
+        missing = round((target - work) / width)
+        fit = [other[:3] for other in others if round(other[3] / width) == missing]
+        if blocks.hardest in held and fit and held.isdisjoint((best := min(fit))[2]):
+            pairs.append((columns + best[0], start, size, best[1]))
+    assert blocks._pair(size, rest, target, width) == min(pairs, default=None)
 
 
 @pytest.mark.parametrize(("prefix", "branches"), [(4, 1), (5, 1), (5, 2), (0, 2), (12, 1)])

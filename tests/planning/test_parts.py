@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tritoncp import and_masks, causal, create_block_mask, document, flex_attention, make_plan, sliding_window
+from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.ops import engine_factory
 from tritoncp.planning.parts import chunk_range
 
@@ -44,6 +46,12 @@ def test_needs_are_the_chunks_of_visible_keys(name, chunks):
     tiles = [rows.chunk(chunks, 1) for rows in dense.chunk(chunks)]
     seen = torch.tensor([[bool(tile.any()) for tile in row] for row in tiles])
     assert torch.equal(plan.needs(chunks), seen)
+
+
+def test_whole_blocks_are_needed_as_listed():
+    """A list of all blocks of a causal mask, of which half hold no visible key."""
+    every = Runs.from_kinds(torch.full((1, 1, 3, 3), int(Kind.MASKED), dtype=torch.uint8))
+    assert make_plan(replace(MASKS["causal"](), runs=every)).needs(3).all()
 
 
 def test_chunks_are_as_long_as_the_first_but_the_last_which_is_not_empty():

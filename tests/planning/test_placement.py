@@ -14,7 +14,7 @@ from tests.multiprocess.ranks import run
 from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.mask import Mask, full_mask
 from tritoncp.planning.build import build
-from tritoncp.planning.placement import row_positions
+from tritoncp.planning.placement import by_blocks, row_positions
 from tritoncp.planning.plan import Plan
 
 
@@ -100,6 +100,11 @@ def test_the_gathered_buffer_is_where_the_inverse_says(plan: Plan) -> None:
         assert plan.q.nbytes == sum(table.nbytes for table in tables)
     used = slots[..., 2] > 0
     assert all(bool((s[u][:, 1].diff() > 0).all()) for s, u in zip(slots, used))  # by global position
+
+
+def test_rows_without_slots_own_no_block() -> None:
+    """Rank 0 holds a block of one batch row only."""
+    assert by_blocks(8, 4, [[[], [0, 1]], [[0], [1]]]).owners().tolist() == [[1, 1], [0, 1]]
 
 
 # -- there and back -----------------------------------------------------------------------------------

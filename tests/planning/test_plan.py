@@ -28,7 +28,7 @@ from tritoncp.masks import (
 )
 from tritoncp.masks.transposed_runs import transpose
 from tritoncp.planning.build import build
-from tritoncp.planning.placement import row_positions, sort_by_position
+from tritoncp.planning.placement import by_blocks, row_positions, sort_by_position
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import slot_runs
 from tritoncp.planning.work import MASKED_BLOCK_COST
@@ -194,9 +194,11 @@ def test_local_intervals_equal_the_visible_keys_of_each_row(
 def test_slots_without_tokens_list_no_blocks(plan: Plan) -> None:
     """Where batch rows have more or fewer slots, empty slots come last."""
     q, kv = (sort_by_position(torch.cat(side.slots, 1)[-1:]) for side in (plan.q, plan.kv))
-    fewer = [slots.index_fill(1, torch.tensor([slots.shape[1] - 1]), 0) for slots in (q, kv)]
+    half_q, half_kv = q.shape[1] // 2, kv.shape[1] // 2
+    fewer = [slots.clone() for slots in (q, kv)]
+    fewer[0][:, half_q:], fewer[1][:, half_kv:] = 0, 0
     want = slot_runs(plan.mask, q, kv).to_kinds()[-1]
-    want[:, -1], want[..., -1] = ABSENT, ABSENT
+    want[:, half_q:], want[..., half_kv:] = ABSENT, ABSENT
     got = slot_runs(plan.mask, *map(torch.cat, zip((q, kv), fewer, strict=True))).to_kinds()
     assert torch.equal(got[-1], want)
 
@@ -211,6 +213,8 @@ def test_windows_need_no_tables_only_where_positions_are_in_order() -> None:
     assert [build(one).tables("cpu", 1, 1).window for one in lone] == [None, (None, 0)]
     padded = build(mask, 2, balancer=None, lengths=[30, 34])  # padding between shards
     assert padded.tables("cpu", 1, 1).window is None
+    idle = by_blocks(64, 8, [[[], range(8)], [[0], range(1, 8)]])  # rank 0 has an empty slot in the first row
+    assert not replace(build(mask, 2), q=idle, kv=idle).batch_rows(0, 1).tables("cpu", 1, 1).dense_q
     unbounded = create_block_mask(causal(), None, None, 64, 64, BLOCK_SIZE=8)
     assert build(unbounded).tables("cpu", 1, 1).window == (None, 0)
 

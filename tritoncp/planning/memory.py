@@ -186,7 +186,7 @@ def rows_of_steps(plan: Plan) -> list[int]:
         own, remote = plan.kv.lengths[plan.rank], plan.traffic[plan.rank].clone()
         remote[plan.rank] = 0
         return [own, int(remote.sum()) // plan.batch]
-    if plan.schedule == "ring" and plan.world_size > 1:
+    if plan.schedule == "ring":
         return [plan.kv.s_max if hop.reads else 0 for hop in plan.ring]
     return [plan.kv.s_max * (1 if plan.derived.reads_only_own_keys else plan.world_size)]
 
@@ -228,7 +228,7 @@ def _fetch(plan: Plan, shape: Shape) -> Peak:
     sends, takes = elements[:, plan.rank], elements[plan.rank]
     sent, fetched = int(sends.sum()), int(takes.sum())
     item, wide = shape.itemsize, max(4, shape.itemsize)
-    copies = 2 if plan.batch > 1 and shape.batch > 1 else 1  # rows of each batch row, one after the other
+    copies = 2 if plan.batch > 1 else 1  # rows of each batch row, one after the other
     request = sent * item + max(copies * size.kv, fetched * item)
     local = size.kv + size.wide_kv  # K and V, and their gradient
     part = int(sends.max()) * wide  # of one rank, added to the gradient

@@ -46,7 +46,7 @@ def _requested_slots(visible: Tensor, slots: Tensor, block: int) -> Tensor:
     batch = max(visible.shape[-2], slots.shape[0])
     visible = visible.expand(*visible.shape[:-2], batch, -1)
     at = (slots[..., 1] // block).long().expand(*visible.shape[:-1], -1)
-    return visible.gather(-1, at) & (slots[..., 2] > 0)
+    return visible.gather(-1, at)
 
 
 @dataclass(frozen=True)

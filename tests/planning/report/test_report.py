@@ -19,11 +19,12 @@ from tritoncp import and_masks, causal, create_block_mask, document, full_mask, 
 from tritoncp.cli import main
 from tritoncp.planning import cost
 from tritoncp.planning.build import build
+from tritoncp.planning.placement import by_blocks
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report import drawing
 from tritoncp.planning.report.command import check_size
 from tritoncp.planning.report.facts import Facts
-from tritoncp.planning.report.text import WIDTH, format_lines, format_meaning
+from tritoncp.planning.report.text import WIDTH, format_blocks, format_lines, format_meaning, format_work
 
 LAYER = {"batch": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "v_head_dim": 32, "itemsize": 4}
 
@@ -173,6 +174,16 @@ def test_the_text_of_a_small_plan_is_this(monkeypatch: pytest.MonkeyPatch) -> No
         wide = create_block_mask(causal(), 1, 1, 256 * count, 256 * count)
         alternating = build(wide, 2, balancer=lambda work: [range(i, len(work.costs), 2) for i in (0, 1)])
         assert format_meaning(Facts.of(alternating))[0].endswith(where)
+    idle = by_blocks(
+        1024, 128, [[[], range(8)], [[0], range(1, 8)]]
+    )  # rank 0 has only an empty slot at first
+    assert format_meaning(Facts.of(replace(build(mask, 2), q=idle)))[0].endswith(" of 0 to 1K tokens.")
+
+
+@pytest.mark.parametrize(("ranks", "width", "bars"), [(16, 64, 16), (17, 32, 0)])
+def test_the_text_of_many_ranks_has_half_the_width_and_no_bars(ranks: int, width: int, bars: int) -> None:
+    plan = document_plan(64, ranks, "contiguous", 1)
+    assert len(format_blocks(plan)) == 1 + width and len(format_work(plan)) == 1 + bars
 
 
 def plan_command(*words: str) -> str:

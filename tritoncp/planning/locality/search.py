@@ -72,7 +72,7 @@ def even_work(owner: Tensor, work: Work, cap: float) -> Tensor:
     for _ in range(16 * work.world_size):
         busy = int(load.argmax())
         if float(load[busy]) <= cap:
-            break
+            return owner
         given = (owner == busy).nonzero()[:, 0]
         for other in load.argsort(stable=True).tolist():
             taken, excess = (owner == other).nonzero()[:, 0], float(load[busy] - load[other])
@@ -84,5 +84,5 @@ def even_work(owner: Tensor, work: Work, cap: float) -> Tensor:
                 load[other] += change
                 break
         else:
-            break
+            return owner
     return owner
