@@ -429,7 +429,7 @@ def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warnin
 
 
 class Counted(Placed):
-    """A layer that makes positions, and first reads rows of a buffer to which it adds."""
+    """A layer that makes positions, and first reads a column, and rows of a buffer to which it adds."""
 
     def __init__(self) -> None:
         super().__init__(reads_table=False)
@@ -438,10 +438,10 @@ class Counted(Placed):
     def forward(self, x: Tensor) -> Tensor:
         steps = self.steps[:1].clone()
         self.steps.add_(1)
-        return super().forward(x * steps)
+        return super().forward((x - x[..., :1]) * steps)
 
 
-def test_rows_of_a_buffer_that_chunks_change_hide_no_warning():
+def test_slices_of_a_chunk_and_of_a_buffer_that_chunks_change_hide_no_warning():
     with pytest.warns(UserWarning, match="arange.* first ones, not those of its place"):
         assert_bits_of_eager(Model(Counted()), "seq")
 

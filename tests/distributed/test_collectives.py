@@ -110,6 +110,8 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
         assert (groups.degree_of(mesh["tp", "cp"]), groups.degree_of(mesh["cp"])) == (world_size, 0)
         assert groups.group_of(group) is group
         assert groups.group_by_name(group.group_name) is group
+        with pytest.raises(ValueError, match="'none' was destroyed, or never made in this process"):
+            groups.group_by_name("none")
         inner = groups.group_of(mesh["cp"])
         content = bytes([255 - rank] * (21 - 7 * rank))
         parts = [collectives.exchange_bytes(content, length, group) for length in (17, 24)]

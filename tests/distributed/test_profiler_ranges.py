@@ -46,9 +46,11 @@ def ranges(call: Callable[[], Any]) -> list[str]:
     return [name.removeprefix("tritoncp::") for name in names if "/" in name]
 
 
-def layer(world: Any, schedule: str, heads: int = 4, kv_heads: int = 2) -> Callable[[], None]:
-    """Return a function that runs a layer, forward and backward, of full attention."""
-    mask = tritoncp.full_mask(N, N, block=32)
+def layer(
+    world: Any, schedule: str, heads: int = 4, kv_heads: int = 2, mask: Any = None
+) -> Callable[[], None]:
+    """Return a function that runs a layer, forward and backward, of full attention or a mask."""
+    mask = mask or tritoncp.full_mask(N, N, block=32)
     plan = world.make_plan(mask, balancer="contiguous", schedule=schedule)
     q, k = (torch.randn(1, h, N, 16, requires_grad=True) for h in (heads, kv_heads))
     shards = [world.shard(x, plan, dim=2) for x in (q, k, k)]
@@ -71,6 +73,12 @@ def test_steps_of_simulated_ranks(schedule):
 
 def test_a_single_rank_has_one_step():
     assert ranges(layer(tritoncp.simulate(1), "ring")) == [f"local/{step}" for step in LOCAL]
+
+
+def test_a_rank_that_fetches_no_keys_has_one_step():
+    mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, N, N, BLOCK_SIZE=32)
+    names = ranges(layer(tritoncp.simulate(2), "fetch", mask=mask))
+    assert sorted(names) == sorted(f"fetch/{step}" for step in LOCAL + FETCH)
 
 
 def test_messages_of_real_ranks_are_ranges_too():

@@ -223,12 +223,11 @@ def _run_turn(requests: Sequence[Any]) -> list[Any]:
         forms = ", ".join(f"{dtype_name(x)} {list(x.shape)}" for x in xs)
         raise RuntimeError(f"the ranks' {type(requests[0]).__name__}s differ: {forms} in the same turn")
     if isinstance(requests[0], AllGather):
-        whole = torch.cat(xs) if len(xs) > 1 else xs[0]
+        whole = torch.cat(xs)
         return [Ticket(whole) for _ in xs]
     if xs[0].shape[0] % len(xs):
         raise RuntimeError(f"a ReduceScatter of {xs[0].shape[0]} rows does not divide by {len(xs)} ranks")
-    total = xs[0] if len(xs) == 1 else torch.stack(list(xs)).sum(0)
-    return [Ticket(part) for part in total.chunk(len(xs))]
+    return [Ticket(part) for part in torch.stack(xs).sum(0).chunk(len(xs))]
 
 
 def _check_buffers(requests: Sequence[Any]) -> None:
