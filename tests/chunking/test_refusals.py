@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from tritoncp import causal, create_block_mask, flex_attention, make_plan
+from tritoncp import causal, create_block_mask, flex_attention, full_mask, make_plan
 from tritoncp.chunking import Eager, attention, chunk, concretise
 from tritoncp.chunking.eager import split_axis
 from tritoncp.chunking.regions import is_backward, regions_of
 from tritoncp.chunking.sizes import free_symbols
+from tritoncp.core import handles
 from tritoncp.ops.call import decode_spec, encode_spec
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
@@ -324,6 +325,15 @@ def test_chunks_of_a_sequence_share_their_keys_unless_they_repeat_the_exchange(m
     for dim, repeat, carries in product(("seq", "batch"), (False, True), (False, True)):
         cut = SimpleNamespace(dim=dim, repeat=repeat, carries=lambda x, carries=carries: carries)
         assert attention.shares_keys(node, cut) == (dim == "seq" and carries and not repeat)
+
+
+def test_the_first_plan_of_a_process_is_known_from_its_handle(monkeypatch):
+    plan, module, graph = make_plan(full_mask(8, 8)), torch.nn.Module(), Graph()
+    monkeypatch.setattr(handles, "_HELD", {})
+    monkeypatch.setattr(handles, "_NUMBERS", iter([0]))
+    module.handle, node = handles.handle_of(plan), graph.get_attr("handle")
+    owner = GraphModule(module, graph)
+    assert owner.handle == 0 and attention.known_plan(node) is plan
 
 
 def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():
