@@ -296,6 +296,11 @@ def test_blocks_are_swapped_with_any_rank_that_makes_the_busiest_less_busy() -> 
     work: Any = SimpleNamespace(costs=costs, world_size=3)
     assert torch.equal(even_work(owner.clone(), work, 4), owner)  # no rank exceeds it
     assert loads(even_work(owner, work, 3.6), costs, 3).tolist() == [3.5, 2, 3.2]
+    work.costs, work.world_size = torch.tensor([2.0, 2.0] + [1.0] * 63, dtype=torch.float64), 64
+    swapped = even_work(
+        torch.tensor([0, *range(64)]), work, 3
+    )  # of ranks that are equally busy, with the first
+    assert loads(swapped, work.costs, 64).tolist() == [3, 2] + [1] * 62
 
 
 def test_a_document_of_two_blocks_stays_on_one_rank() -> None:

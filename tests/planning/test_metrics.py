@@ -10,6 +10,7 @@ import torch
 from tests.planning.memory_meter import measure
 from tritoncp import Plan, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.masks import Mask
+from tritoncp.planning.build import build
 from tritoncp.planning.memory import Shape, bytes_sent, peak, rows_of_steps
 
 N = 1 << 15
@@ -90,11 +91,11 @@ def test_on_one_rank_all_schedules_have_the_same_figures(latent: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("name", "balancer"), [("window", "contiguous"), ("documents", "ptrr")])
+@pytest.mark.parametrize(("name", "balancer"), [("window", "head_tail"), ("documents", "ptrr")])
 def test_the_figures_are_those_of_the_rank_that_has_the_most(name: str, balancer: str, schedule: str) -> None:
     plan = make_plan(MASKS[name], world_size=4, rank=2, balancer=balancer, schedule=schedule)
     assert plan.q.batch == MASKS[name].B  # documents have an order of tokens for each batch row
-    shape = replace(SHAPES["one KV head"], batch=plan.q.batch)
+    shape = replace(SHAPES["one KV head"], batch=2)
     layer = asdict(shape)
     metrics = plan.metrics(**layer)
     views = [plan.for_rank(rank) for rank in range(4)]
@@ -107,7 +108,7 @@ def test_the_figures_are_those_of_the_rank_that_has_the_most(name: str, balancer
     assert metrics["backward_sent_bytes"] == max(v.bytes_sent(**layer) - f for v, f in zip(views, forward))
     owners = plan.q.inverse // plan.q.s_max  # of each token
     leaves = owners[owners != torch.arange(N) * 4 // N].bincount(minlength=4)
-    assert metrics["reshard_sent_bytes"] == int(leaves.max()) * 4 * 128 * 2
+    assert metrics["reshard_sent_bytes"] == int(leaves.max()) * (2 // plan.q.batch) * 4 * 128 * 2
     assert metrics["imbalance"] == plan.imbalance
     remote = 1 - int(plan.traffic.trace()) / int(plan.traffic.sum())
     assert metrics["remote_share"] == pytest.approx(remote) and 0 < remote < 1
@@ -125,6 +126,8 @@ def test_metrics_are_a_flat_dict_of_numbers_and_one_rank_needs_delta_alone() -> 
         metrics = make_plan(MASKS["window"], world_size=4, rank=0, schedule=schedule).metrics()
         assert type(metrics) is dict and {type(value) for value in metrics.values()} <= {int, float}
         assert 0 < metrics["forward_ms"] < metrics["backward_ms"] and metrics["world_size"] == 4
+    uneven = build(MASKS["window"], 2, lengths=[N // 4, 3 * N // 4], balancer=None)
+    assert uneven.metrics() == uneven.for_rank(1).metrics()
     alone = make_plan(MASKS["causal"]).metrics(heads=4, kv_heads=4)
     assert list(alone) == list(metrics) and alone["forward_ms"] > 0
     assert alone["backward_extra_bytes"] == N * 4 * 4 and alone["remote_share"] == 0

@@ -13,7 +13,8 @@ import torch
 from tritoncp import and_masks, causal, create_block_mask, document, flex_attention, make_plan, sliding_window
 from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.ops import engine_factory
-from tritoncp.planning.parts import chunk_range
+from tritoncp.planning.parts import chunk_range, rows_of_placement
+from tritoncp.planning.placement import by_blocks
 
 S = 96
 IDS = torch.tensor([0] * 40 + [1] * 56)
@@ -52,6 +53,13 @@ def test_whole_blocks_are_needed_as_listed():
     """A list of all blocks of a causal mask, of which half hold no visible key."""
     every = Runs.from_kinds(torch.full((1, 1, 3, 3), int(Kind.MASKED), dtype=torch.uint8))
     assert make_plan(replace(MASKS["causal"](), runs=every)).needs(3).all()
+
+
+def test_slots_outside_a_chunk_are_empty():
+    """Rank 0 holds two blocks of the first batch row and one of the second."""
+    placed = by_blocks(12, 4, [[[1, 2], [0]], [[2], [0, 1]]])
+    part = rows_of_placement(placed, [range(4, 8), range(0)])
+    assert part.slots[0].tolist() == [[[0, 8, 4]], [[0, 0, 0]]]
 
 
 def test_chunks_are_as_long_as_the_first_but_the_last_which_is_not_empty():

@@ -203,6 +203,13 @@ def test_slots_without_tokens_list_no_blocks(plan: Plan) -> None:
     assert torch.equal(got[-1], want)
 
 
+def test_pairs_with_a_part_of_a_block_need_bounds() -> None:
+    """The first of two ranks ends inside the third block of queries and of keys."""
+    runs = build(tritoncp.full_mask(20, 20, block=4), 2, balancer=None).derived.runs(0, "gathered")
+    whole = torch.tensor([[4, 4, 2]]).T * torch.tensor([4, 4, 2, 2, 4, 4]) == 16
+    assert torch.equal(runs.to_kinds()[0, 0], torch.where(whole, int(Kind.FULL), int(Kind.BOUNDED)).byte())
+
+
 def test_windows_need_no_tables_only_where_positions_are_in_order() -> None:
     mask = create_block_mask(sliding_window(9, 4), None, None, 64, 64, BLOCK_SIZE=8)
     assert build(mask).tables("cpu", 1, 1).window == (9, 4)
@@ -257,6 +264,7 @@ def test_as_many_ranks_exchange_heads_as_divide_the_world_and_have_one_each() ->
     degrees = {(1, 1): 1, (4, 1): 1, (4, 3): 2, (4, 4): 4, (4, 9): 4, (5, 4): 1, (6, 5): 3}
     got = {sizes: build(mask, sizes[0], schedule="ulysses").degree_for(sizes[1]) for sizes in degrees}
     assert got == degrees
+    assert replace(build(mask, 4, schedule="ulysses"), degree=2).degree_for(2) == 2
 
 
 @given(plans())

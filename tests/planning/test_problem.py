@@ -2,7 +2,7 @@
 
 import torch
 
-from tritoncp.planning.problem import MASKS, Problem
+from tritoncp.planning.problem import MASKS, Problem, corpus_lengths
 
 CPU, N = torch.device("cpu"), 6144
 SUMS = dict.fromkeys(["causal", "softcap", "alibi", "sinks"], 5519403008) | {
@@ -24,6 +24,10 @@ def test_masks_never_change() -> None:
         visible = q + kv >= 0 if closed is None else closed(None, None, q, kv)
         sums[name] = int((visible * kv).sum())
     assert sums == SUMS
+
+
+def test_no_document_of_a_corpus_is_empty() -> None:
+    assert corpus_lengths(4) == [1, 1, 1, 1]
 
 
 def test_a_problem_has_its_rows_blocks_and_sinks() -> None:

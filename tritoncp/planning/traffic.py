@@ -25,8 +25,8 @@ def count_queries(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
     slots_by_rank = [q.slots[rank] for rank in ranks]
     slots = torch.cat(slots_by_rank, 1)
     rank = torch.repeat_interleave(torch.tensor([x.shape[1] for x in slots_by_rank]))
-    blocks = torch.where(slots[..., 2] > 0, slots[..., 1] // mask.q_block, -1)
-    return mask.runs.sum_readers(blocks.long(), slots[..., 2].long(), rank, len(slots_by_rank))
+    blocks = (slots[..., 1] // mask.q_block).long()
+    return mask.runs.sum_readers(blocks, slots[..., 2].long(), rank, len(slots_by_rank))
 
 
 def sum_by_owner(x: Tensor, kv: Placement) -> Tensor:

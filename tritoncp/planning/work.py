@@ -156,4 +156,4 @@ def document_starts(work: Work, shared: Tensor | None = None) -> list[int]:
         crossings = torch.maximum(crossings, steps.cumsum(0))
     crossing, crossing_before = crossings[1:n], crossings[: max(0, n - 1)]
     starts = (crossing == 0) | ((crossing == 1) & (crossing_before > 0))
-    return [0] * (n > 0) + ((starts if work.runs else starts[:0]).nonzero()[:, 0] + 1).tolist()
+    return [0, *((starts if work.runs else starts[:0]).nonzero()[:, 0] + 1).tolist()]

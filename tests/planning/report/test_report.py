@@ -48,8 +48,8 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path) -> None:
     plan: Plan = PLANS[name]
-    figure = plan.plot(tmp_path / "new" / "plan.png")
-    assert Image.open(tmp_path / "new" / "plan.png").size == (1500, 1220)
+    figure = plan.plot(tmp_path / "new" / "folder" / "plan.png")
+    assert Image.open(tmp_path / "new" / "folder" / "plan.png").size == (1500, 1220)
     assert figure._repr_png_()[:4] == b"\x89PNG", "a notebook shows it"
     axes = {axes.get_title("left"): axes for axes in figure.axes}
     bars = axes["Work of each rank"].patches

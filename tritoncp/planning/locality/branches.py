@@ -37,7 +37,11 @@ def whole_branches(work: Work) -> Tensor | None:
 
 
 def _longest_first(length: Tensor, ranks: int) -> Tensor:
-    """Assign the longest branches first, to the rank with the fewest blocks: rank of each branch, int64."""
+    """Assign the longest branches first, to the rank with the fewest blocks: rank of each branch, int64.
+
+    >>> _longest_first(torch.tensor([1, 3, 2, 2]), 2).tolist()
+    [0, 0, 1, 1]
+    """
     lengths, owner, held = length.tolist(), torch.zeros_like(length), [0] * ranks
     for branch in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         owner[branch] = rank = held.index(min(held))

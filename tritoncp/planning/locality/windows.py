@@ -20,8 +20,6 @@ def choose_windows(work: Work, cuts: int, tolerance: float) -> Tensor:
         free = FreeBlocks(work, owner < 0)
         ranks_left = work.world_size - rank
         share = -(-free.n // ranks_left)
-        if share == 0:
-            break
         target = float(free.cost.sum()) / ranks_left
         owner[free.ids if share == free.n else free.choose(share, target, cuts, tolerance)] = rank
     return owner
@@ -43,8 +41,7 @@ class FreeBlocks:
         nonempty = last > first
         column = column[nonempty].repeat(2)
         first, last = (torch.cat([x[nonempty], x[nonempty] + n]) for x in (first, last))
-        order = first.argsort(stable=True)
-        order = order[column[order].argsort(stable=True)]
+        order = (column * (2 * n + 1) + first).argsort()
         column, self.first, self.last = column[order], first[order], last[order]
         self.place, self.hardest = torch.arange(n), int(self.cost.argmax())
         self.before = torch.zeros_like(self.last)  # where the column's previous run ends
