@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tritoncp import causal, create_block_mask, flex_attention, full_mask, make_plan
 from tritoncp.chunking import Eager, attention, chunk, concretise
 from tritoncp.chunking.eager import split_axis
-from tritoncp.chunking.regions import is_backward, regions_of
+from tritoncp.chunking.regions import describe_modules, is_backward, regions_of
 from tritoncp.chunking.sizes import free_symbols
 from tritoncp.core import handles
 from tritoncp.ops.call import decode_spec, encode_spec
@@ -188,6 +188,16 @@ def test_torchs_attention_is_cut_by_batch_without_dropout_alone(places, names):
             chunk(gm, dim="batch", chunks=2)
     else:
         assert chunk(gm, dim="batch", chunks=2)
+
+
+def test_eight_modules_of_a_graph_are_named():
+    graph = Graph()
+    for number in range(9):
+        graph.placeholder(f"x{number}").meta["nn_module_stack"] = {"": (f"layers.{number}", "")}
+        assert re.findall(r"layers\.\d|\.\.\.", describe_modules(graph)) == [
+            *(f"layers.{i}" for i in range(min(number + 1, 8))),
+            *["..."] * (number == 8),
+        ]
 
 
 def test_nodes_without_a_module_are_inside_where_they_come_from_regions_and_go_to_regions():

@@ -31,6 +31,7 @@ from tritoncp import (
 )
 from tritoncp.chunking import Pass, attention, chunk, concretise, mark
 from tritoncp.chunking.concrete import hints
+from tritoncp.chunking.rewrite import Rewrite
 from tritoncp.chunking.sizes import free_symbols
 
 B, S = 6, 48  # no size of a chunk is one of the model's
@@ -209,11 +210,22 @@ def test_concrete_graphs_have_numbers_and_keep_their_marks(cpu_engine):
     assert marks[0] == marks[1] and marks[0]
 
 
-def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(cpu_engine):
+def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(cpu_engine, monkeypatch):
+    around, depths = [], []
+
+    def value(self: Rewrite, node: torch.fx.Node, c: int, call: Any = Rewrite.value) -> torch.fx.Node:
+        around.append(node)
+        depths.append(len(around))
+        result = call(self, node, c)
+        around.pop()
+        return result
+
+    monkeypatch.setattr(Rewrite, "value", value)
     run = Case(DENSE, "seq", 2, MASKS["two-sided"](), biased, unbacked=False)
     results, whole = run.in_graph(), run.whole()
     for name, value in results.items():
         torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-4, msg=name)
+    assert max(depths) < 5  # however long the paths in a chunk are
     report = run.reports[0]
     assert report.keys == (2, 2) and report.waits_for_all_keys
     assert "2 by seq of 24 of 48 rows" in str(report)

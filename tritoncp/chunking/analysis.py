@@ -4,7 +4,7 @@ cannot be chunked."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +54,8 @@ def is_size(node: Node) -> bool:
 def size_argument(node: Node) -> Sequence[Any]:
     """Return the argument of an op that is the shape of its result, () if it has none."""
     schema = getattr(node.target, "_schema", None)
-    for place, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name in ("size", "shape") and place < len(node.args):
-            sizes = node.args[place]
+    for argument, sizes in zip(schema.arguments if schema is not None else (), node.args, strict=False):
+        if argument.name in ("size", "shape"):
             return sizes if isinstance(sizes, list | tuple) else ()
     return ()
 
@@ -88,9 +87,8 @@ class Cut:
         self.copied = self._dependents()
         self._warn_of_first_rows()
         self._share_reductions()
-        self._check_copied(self._check_op)
+        self._check_ops()
         self.joined = {node: self._kind_of_join(node) for node in self.inside if self._has_other_users(node)}
-        self._check_copied(self._check_inputs)
         self.sizes.check_units()
 
     def _check_passes(self, region: str) -> None:
@@ -260,25 +258,12 @@ class Cut:
         ends = [is_gradient[x] for x in reached if x in is_gradient]
         return bool(ends) and all(ends)
 
-    def _check_copied(self, check: Callable[[Node], None]) -> None:
-        for node in self.graph.nodes:
-            if node in self.copied:
-                check(node)
-
-    def _check_op(self, node: Node) -> None:
+    def _check_ops(self) -> None:
         """Raise ChunkingError for a copied node whose op cannot be computed in chunks."""
-        for reason in (self._op_fault(node), self._shape_fault(node)):
+        for node in self.graph.nodes:
+            reason = node in self.copied and (self._op_fault(node) or self._shape_fault(node))
             if reason:
                 raise ChunkingError(f"{describe_node(node, users=True)} {reason}")
-
-    def _check_inputs(self, node: Node) -> None:
-        """Raise ChunkingError for an input of a copied node that cannot be cut into chunks."""
-        for x in node.all_input_nodes:
-            value = x.meta.get("val")
-            if x in self.copied or x in attention.whole_inputs(node) or not isinstance(value, Tensor):
-                continue
-            if self.carries(x):
-                self.cut_dim(x)
 
     def _op_fault(self, node: Node) -> str:
         name = op_name(node) or str(node.target)

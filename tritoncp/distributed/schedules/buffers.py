@@ -63,12 +63,13 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
 
 
 def _compare(a: Any, b: Any) -> int:
-    """Compare strides: -1, 0 or 1. In a graph those of sizes that nothing bounds compare as equal."""
+    """Return -1 if stride a is less than b, else 0: sorting asks no more. In a graph those of sizes that
+    nothing bounds compare as equal."""
     if isinstance(a, int) and isinstance(b, int):
-        return (a > b) - (a < b)
+        return -(a < b)
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-    return guard_or_false(a > b) - guard_or_false(a < b)
+    return -guard_or_false(a < b)
 
 
 def outputs(
