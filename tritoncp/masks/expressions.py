@@ -41,7 +41,7 @@ CONSTRUCTORS: dict[str, Callable[..., MaskFn]] = {
 def brief(text: str, most: int = 80) -> str:
     """Return the repr of a text, shortened to ``most`` characters for a message.
 
-    >>> brief("ab"), brief("9" * 100, 4), len(brief("9" * 81))
+    >>> brief("ab", 2), brief("9" * 100, 4), len(brief("9" * 81))
     ("'ab'", "'9999'...", 85)
     """
     return repr(text) if len(text) <= most else f"{text[:most]!r}..."

@@ -140,7 +140,7 @@ def _transpose(lines: Runs) -> Runs:
     line, at, state = line[order], at[order], step[order].cumsum(0)
     width = torch.where(line[1:] == line[:-1], at.diff(), 0)
     line, at, state = line[:-1], at[:-1], state[:-1]
-    change = (width > 0) & (state % 4 != state // 4)
+    change = state % 4 != state // 4  # also of empty ranges, which `ramps` drops
     line, at, width, state = line[change], at[change], width[change], (state % 4)[change]
     first = line // (r + 1) * c + at  # of the columns, numbered over (B, H, C), whose kind becomes `state`
     # One event for each column of each changed range: from this row on, its kind is `state`.
