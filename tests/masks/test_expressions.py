@@ -56,7 +56,7 @@ def test_operators_bind_as_in_python_and_closed_forms_stay_closed() -> None:
     others = and_masks(not_(document(lengths=DOCUMENTS)), sliding_window(-1, -1))
     assert torch.equal(dense(found), dense(or_masks(and_masks(causal(), sliding_window(7)), others)))
     assert mask_of("causal & window(7) & document", DOCUMENTS).intervals(SIZE, SIZE) is not None
-    assert mask_of("window(4K)").window == (4096, 0)
+    assert mask_of("window(1024G)").window == (1 << 40, 0)
 
 
 def test_a_mask_mod_of_ones_own(tmp_path, monkeypatch) -> None:
@@ -72,7 +72,7 @@ def test_a_mask_mod_of_ones_own(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("text", "want"),
-    [("3 5\n8", [3, 5, 8]), ("3,5, 8", [3, 5, 8]), ("1K 24", [1024, 24]), ("[3, 5]", [3, 5]),
+    [("3 5\n8", [3, 5, 8]), ("3,5, 8", [3, 5, 8]), ("1K 1024G", [1024, 1 << 40]), ("[3, 5]", [3, 5]),
      ("[[3, 5], [8, 0]]", [[3, 5], [8, 0]])],
 )  # fmt: skip
 def test_lengths_as_text_and_in_a_file(text: str, want: list, tmp_path) -> None:
