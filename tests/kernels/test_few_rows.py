@@ -328,7 +328,8 @@ def test_programs_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen.add(splits)
     assert len(chosen) > 8
     assert launch(1, 32, 8, device="meta", invariant=True).args["splits"] is None
-    assert launch(0, 32, 8, device="meta").args["splits"] is None
+    for rows in (0, 128):
+        assert launch(rows, 8, 2, device="meta", PACK_GQA=True).args["splits"] is None
 
 
 def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(

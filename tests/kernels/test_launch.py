@@ -174,3 +174,9 @@ def test_integers_are_told_apart_where_triton_tells_them_apart() -> None:
     for one, other in itertools.combinations(numbers, 2):
         is_one = specialisation_of(one) == specialisation_of(other)
         assert is_one == (compiled_for(one) == compiled_for(other)), (one, other)
+
+
+def test_products_of_delta_are_rounded_before_they_are_added() -> None:
+    """Threads that hold copies of a row's sum store the same bits."""
+    x = torch.zeros(1, 1, 8, 16)
+    assert TritonEngine(Mods(), 1.0).delta(x, x, None, x[..., 0]).args["enable_fp_fusion"] is False

@@ -15,7 +15,7 @@ from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import TileRequest, check_options, choose
 from tritoncp.kernels.tile_rules import Config, architecture, default
-from tritoncp.kernels.toolchain import BUNDLED, ptxas_faults, ptxas_for
+from tritoncp.kernels.toolchain import BUNDLED, broken_ptxas_paths, ptxas_faults, ptxas_for
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning.targets import Target, candidates, targets, without_faults
 
@@ -244,6 +244,9 @@ def test_a_ptxas_that_does_not_run_is_an_error_with_a_reason(no_paths, monkeypat
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(path))
     with pytest.raises(LookupError, match="no ptxas runs for sm_90"):
         ptxas_for("sm_90")
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", "false")  # a program that fails
+    for line, used in zip(broken_ptxas_paths(), (str(path), "false"), strict=True):
+        assert f"PATH={used}: this ptxas does not run" in line
 
 
 def test_a_triton_without_nvidias_compiler_is_an_error_with_a_reason(monkeypatch):

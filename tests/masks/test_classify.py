@@ -216,6 +216,16 @@ def test_casts_give_the_least_and_the_greatest_result(source: torch.dtype) -> No
             assert numbers.abs().max() > torch.iinfo(target).max, (range_, target)
 
 
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_integers_have_bounds_up_to_the_ends_of_their_type(dtype: torch.dtype) -> None:
+    """And no farther than 2^51."""
+    info, most = torch.iinfo(dtype), 1 << 51
+    ends = torch.tensor([max(info.min, -most), min(info.max, most)]).double()
+    assert torch.equal(torch.stack(limit_range(ValueRange(*ends, dtype), dtype)[:2]), ends)
+    for beyond in (torch.tensor([-1, 0]), torch.tensor([0, 1])):
+        assert bool(limit_range(ValueRange(*ends + beyond, dtype), dtype).lo.isnan())
+
+
 ROWS, CELLS = torch.rand(B, H, LENGTH) * LENGTH, torch.rand(LENGTH, LENGTH)
 ENDLESS = torch.rand(LENGTH).index_fill(0, torch.arange(0, LENGTH, 7), float("inf"))
 NARROW = torch.arange(LENGTH).to(torch.int8) - 125
@@ -233,6 +243,7 @@ def edits_through_a_view(b, h, q, kv):
     [
         lambda b, h, q, kv: (ENDLESS[q] - ENDLESS[kv]).clamp(0, 1) >= 0,  # inf - inf
         lambda b, h, q, kv: ((q - 20) * ENDLESS[kv]).abs() >= 0,  # 0 * inf
+        lambda b, h, q, kv: (q - 20) / kv >= float("-inf"),  # 0 / 0
         lambda b, h, q, kv: (q - kv).to(torch.uint16).to(torch.int64) >= 60000,  # wraps
         lambda b, h, q, kv: WIDE[q] == WIDE[kv],  # a dtype without bounds
         lambda b, h, q, kv: -(NARROW[q] ^ 3) > 0,  # longer than either operand
@@ -248,6 +259,13 @@ def edits_through_a_view(b, h, q, kv):
 def test_expressions_that_broke_interval_arithmetic_give_torchs_blocks(mod) -> None:
     """Expressions that no rule covers, or that were once classified wrongly."""
     check_blocks(mod, LENGTH, LENGTH, (8, 8))
+
+
+def test_an_index_past_the_end_is_evaluated() -> None:
+    """No bounds hide its error, although all that the table holds is visible."""
+    table = torch.ones(LENGTH)
+    with pytest.raises(IndexError):
+        create_block_mask(lambda b, h, q, kv: table[q + 1] > 0, 1, 1, LENGTH, LENGTH, BLOCK_SIZE=8)
 
 
 def decide_tiles(mod, tiles: Tensor) -> list[tuple[tuple[bool, bool], tuple[bool, bool]]]:
@@ -293,7 +311,7 @@ def test_no_decided_tile_is_decided_wrongly(expression: Expression, seed: int) -
         lambda b, h, q, kv: torch.logical_not(h) ^ (q > 5),
         lambda b, h, q, kv: ROWS[0][h, q] > kv,
         lambda b, h, q, kv: ROWS[b, h, q] < kv,
-        lambda b, h, q, kv: ROWS[b][h][q] >= ROWS[1, h, -kv - 1],
+        lambda b, h, q, kv: ROWS[b][h][kv] >= ROWS[1, h, q - LENGTH],
         lambda b, h, q, kv: CELLS[q, kv] > 0.1,
         lambda b, h, q, kv: ROWS.cumsum(-1)[0][h, q] > kv,  # no rule, but the same in every tile
     ],

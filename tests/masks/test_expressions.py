@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from triton.language import cdiv
 
 from tritoncp.masks import and_masks, causal, document, not_, or_masks, prefix_lm, sliding_window
+from tritoncp.masks import expressions as texts
 from tritoncp.masks.expressions import count, lengths, mask_of
 
 SIZE = 48
@@ -51,20 +52,25 @@ def test_an_expression_is_the_mask_it_names(made) -> None:
     assert torch.equal(dense(mask_of(text, DOCUMENTS)), dense(want)), text
 
 
-def test_operators_bind_as_in_python_and_closed_forms_stay_closed() -> None:
+def test_operators_bind_as_in_python_and_closed_forms_stay_closed(monkeypatch) -> None:
+    monkeypatch.setattr(texts, "MAX_DOCUMENT_TOKENS", SIZE)
     found = mask_of("causal & window(7) | ~document & full", DOCUMENTS)
     others = and_masks(not_(document(lengths=DOCUMENTS)), sliding_window(-1, -1))
     assert torch.equal(dense(found), dense(or_masks(and_masks(causal(), sliding_window(7)), others)))
-    assert mask_of("causal & window(7) & document", DOCUMENTS).intervals(SIZE, SIZE) is not None
+    assert mask_of("causal & window(7) & document(40, 8)", DOCUMENTS).intervals(SIZE, SIZE) is not None
     assert mask_of("window(1024G)").window == (1 << 40, 0)
 
 
 def test_a_mask_mod_of_ones_own(tmp_path, monkeypatch) -> None:
-    (tmp_path / "mine.py").write_text("def near(b, h, q, kv):\n    return (q - kv).abs() < 3\nwidth = 3\n")
+    (tmp_path / "mine.py").write_text(
+        "def near(b, h, q, kv):\n    return (q - kv).abs() < 3\nwidth = 3\n"
+        "def odd():\n    pass\nodd.__signature__ = 3\n"
+    )
     monkeypatch.chdir(tmp_path)
     assert int(dense(mask_of("mine:near")).sum()) == 5 * SIZE - 6
     assert mask_of("triton.language:cdiv") is cdiv  # its use raises an error that names @triton.jit
     wrong = {"mine:far": "no attribute 'far'", "nobody:x": "No module", "mine:width": "is int"}
+    wrong |= dict.fromkeys(("mine:odd", "builtins:iter"), "has no signature to check")
     for name, said in wrong.items():
         with pytest.raises(ValueError, match=said):
             mask_of(name)

@@ -149,7 +149,7 @@ def test_full_mask_shows_everything(geometry) -> None:
     mask = full_mask(q_len, kv_len, 2, 3, tuple(block))
     assert bool(mask.to_dense().all())
     assert mask.to_dense().shape == (2, 3, q_len, kv_len)
-    assert mask.mask_mod is None
+    assert mask.mask_mod is None and mask.reads == (False, False)
     assert from_block_mask(mask.to_block_mask()).runs == mask.runs
 
 
@@ -204,6 +204,7 @@ def test_intervals_end_at_the_last_key_of_a_block(block: int) -> None:
     [
         (lambda b, h, q, kv: q >= kv, (False, False)),
         (flex.and_masks(lambda b, h, q, kv: q >= kv, flex.noop_mask), (False, False)),
+        (lambda b, h, q, kv: torch.stack([q, kv]).max(0).values == q, (False, False)),
         (lambda b, h, q, kv: q >= kv + b, (True, False)),
         (lambda b, h, q, kv: (q >= kv) & (h < 1), (False, True)),
         (document(ids=torch.zeros(1, 64, dtype=torch.int64)), (False, False)),
@@ -227,6 +228,7 @@ def test_an_interval_found_for_one_batch_row_does_not_serve_others_it_may_not_ho
         assert (mask.interval_for(1, 4) is None) == reads[1]
         assert (mask.listed_rows(1, 1).interval is None) == reads[0]
         assert mask[[0, 0]].interval is not None and (mask[:, [0, 0]].interval is None) == reads[1]
+    assert create_block_mask(mod, 2, 2, 64, 64, BLOCK_SIZE=16)[0, 1].reads == (False, False)
 
 
 @pytest.mark.parametrize("size", [(5, 8), (8, 5), (5, 5), (8, 8)])
