@@ -256,6 +256,15 @@ def test_forward_values_are_joined_before_the_backward_pass():
     assert backward == sorted(backward) and sum(backward) == 2
 
 
+def test_chunks_of_the_backward_pass_run_one_after_the_other_the_last_first():
+    gm = forward_graph(lambda x, w: x.sin().cos().tanh())
+    for name in ("cos", "tanh"):
+        node_of(gm, name).meta["partitioner_tag"] = "is_backward"
+    chunk(gm, dim="seq")
+    marks = [node.meta["custom"]["tritoncp_chunk"] for node in gm.graph.nodes if node.meta.get("custom")]
+    assert [c for _, c in marks] == [0, 1, 1, 1, 0, 0]
+
+
 def test_several_adjacent_rows_for_each_of_the_batch_are_cut_together():
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         return x[:3].tan(), w[0].tanh(), x[..., 0].sin(), x[..., 0].repeat_interleave(2, 0).cos()
