@@ -395,6 +395,18 @@ def test_branches_are_held_whole_but_one_behind_a_long_prefix(prefix: int, branc
         assert len(set(owner[5:8].tolist())) == len(set(owner[8:].tolist())) == 1
 
 
+@pytest.mark.parametrize("readers", [6, 7])
+def test_more_than_half_of_the_blocks_see_a_prefix(readers: int) -> None:
+    mod = and_masks(causal(), document(lengths=[readers] + [1] * (12 - readers)))
+    (work,) = work_of_rows([create_block_mask(mod, None, None, 12, 12, BLOCK_SIZE=1)], 2)
+    assert (whole_branches(work) is None) == (readers == 6)
+
+
+def test_the_first_of_equally_cheap_blocks_are_moved() -> None:
+    even = even_counts(torch.zeros(64, dtype=torch.int64), Work(torch.ones(64, dtype=torch.float64), 2))
+    assert even.tolist() == [1] * 32 + [0] * 32
+
+
 def test_branches_that_end_inside_blocks_are_held_whole() -> None:
     """Twelve answers to one question: a rank fetches of the question, and a block at the end of an answer."""
     mask = create_block_mask(tree([-1] + [0] * 12, [4096, *[2389] * 11, 2393]), None, None, 1 << 15, 1 << 15)

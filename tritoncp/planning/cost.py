@@ -59,7 +59,11 @@ class Cost:
 
 
 def hardware_of(world_size: int) -> Hardware:
-    """Return the assumed hardware: NVLink for up to eight ranks, the network beyond."""
+    """Return the assumed hardware: NVLink for up to eight ranks, the network beyond.
+
+    >>> hardware_of(8) is NVLINK, hardware_of(9) is NETWORK
+    (True, True)
+    """
     return NVLINK if world_size <= 8 else NETWORK
 
 

@@ -96,8 +96,8 @@ def needed_chunks(mask: Mask, q: Placement, kv: Placement, count: int, first_row
     kinds = slot_runs(mask, q_slots, kv_slots).to_kinds()  # [B, H, queries, keys]
     pairs = (kinds != ABSENT).nonzero()  # (b, head, query slot, key slot)
     b, _, i, j = pairs.T
-    is_cut = _is_cut(q_slots, mask.q_block)[b % len(q_slots), i]
-    is_cut |= _is_cut(kv_slots, mask.kv_block)[b % len(kv_slots), j]
+    is_cut = q_slots[b % len(q_slots), i, 2] < mask.q_block
+    is_cut |= kv_slots[b % len(kv_slots), j, 2] < mask.kv_block
     unsure = is_cut & (kinds[tuple(pairs.T)] == Kind.MASKED)
     is_listed_once = (mask.reads[0] and mask.B == 1) or (mask.reads[1] and mask.H == 1)
     if mask.mask_mod is not None and bool(unsure.any()) and not is_listed_once:
@@ -118,11 +118,6 @@ def _labelled_slots(placement: Placement, count: int, side: str) -> tuple[Tensor
         parts.append(torch.nn.functional.pad(slots, (0, 1), value=index))
     labelled = sort_by_position(torch.cat(parts, 1))
     return labelled[..., :3], labelled[..., 3].long()
-
-
-def _is_cut(slots: Tensor, block: int) -> Tensor:
-    """Return which slots hold a part of their block: bool [Bp, n]."""
-    return (slots[..., 2] > 0) & (slots[..., 2] < block)
 
 
 def _sees_any_key(mask: Mask, pairs: Tensor, q_slots: Tensor, kv_slots: Tensor, first_row: int) -> Tensor:
