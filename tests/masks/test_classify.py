@@ -261,11 +261,17 @@ def test_expressions_that_broke_interval_arithmetic_give_torchs_blocks(mod) -> N
     check_blocks(mod, LENGTH, LENGTH, (8, 8))
 
 
-def test_an_index_past_the_end_is_evaluated() -> None:
-    """No bounds hide its error, although all that the table holds is visible."""
-    table = torch.ones(LENGTH)
-    with pytest.raises(IndexError):
-        create_block_mask(lambda b, h, q, kv: table[q + 1] > 0, 1, 1, LENGTH, LENGTH, BLOCK_SIZE=8)
+@pytest.mark.parametrize(
+    ("mod", "error"),
+    [
+        (lambda b, h, q, kv: torch.ones(LENGTH)[q + 1] > 0, IndexError),
+        (lambda b, h, q, kv: q % (8 - kv).clamp(min=0) >= 0, RuntimeError),
+    ],
+)
+def test_no_bounds_hide_an_error(mod, error: type[Exception]) -> None:
+    """Of an index past the end and a division by zero, although all other pairs are visible."""
+    with pytest.raises(error):
+        create_block_mask(mod, 1, 1, LENGTH, LENGTH, BLOCK_SIZE=8)
 
 
 def decide_tiles(mod, tiles: Tensor) -> list[tuple[tuple[bool, bool], tuple[bool, bool]]]:
