@@ -78,7 +78,7 @@ def test_a_last_block_that_is_listed_as_full() -> None:
 @pytest.mark.parametrize("queries", [1, 16, 33])
 @pytest.mark.parametrize("keys", [1, 32, 47])
 def test_sizes(queries: int, keys: int) -> None:
-    """Triton makes constants of sizes of 1, and divides those that are multiples of 16."""
+    """Triton compiles sizes of 1 as constants, and multiples of 16 as divisible numbers."""
     mask = tritoncp.create_block_mask(lambda b, h, q, kv: kv <= q + 5, 1, 1, queries, keys, BLOCK_SIZE=16)
     check(qkv(queries, keys, heads=2, kv_heads=1, dim=32, dtype=BF16), mask)
 

@@ -62,7 +62,7 @@ def test_every_tile_has_one_program(
 
 
 def test_a_section_has_the_most_heads_that_fit_the_cache() -> None:
-    """Or that are few, of those that divide the heads."""
+    """Of the numbers that divide the heads; a section of 8 heads or fewer always fits."""
     for heads, size, (arch, cache) in product(range(1, 41), (0, 1 << 20, 3 << 20, 1 << 30), L2_BYTES.items()):
         fit = {n for n in range(1, 41) if heads % n == 0 and (n <= 8 or n * size <= cache)}
         assert section_heads(heads, size, arch) == max(fit)

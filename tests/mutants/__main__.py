@@ -136,8 +136,8 @@ def find_failing(tests: list[str]) -> set[str]:
 
 
 def read_harmless() -> set[tuple[str, str, str]]:
-    """Read the mutants named harmless: path, line and changed line; "" and parts of these for mutants of any
-    file. Report those that no longer exist."""
+    """Read the mutants named harmless: path, line and changed line; for mutants of any file "", a part of a
+    line and the changed part. Report the entries whose mutant does not exist."""
     entries = tomllib.loads(Path(__file__).with_name("harmless.toml").read_text())["harmless"]
     named, existing = {(entry.get("path", ""), entry["line"], entry["mutant"]) for entry in entries}, set()
     for path in {path for path, _, _ in named if (ROOT / path).is_file()}:

@@ -182,7 +182,7 @@ class Runs:
 
     def count_in_cells(self, row_edges: Tensor, column_edges: Tensor) -> Tensor:
         """Count the blocks in each cell of a coarse grid, over all batch rows and heads: int64 [2, rows of
-        cells, columns of cells], the MASKED ones and the others.
+        cells, columns of cells], MASKED blocks and other blocks.
 
         row_edges, column_edges: int64 [n + 1], ascending, the first block of each cell and the end.
         """
