@@ -43,7 +43,6 @@ class FeedForward(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-TENSOR_PARALLEL = {"mlp.0": ColwiseParallel(), "mlp.1": RowwiseParallel()}
 ROWS_OF_RANK = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
 SEQUENCE_PARALLEL = {
     "norm": SequenceParallel(),
@@ -88,28 +87,42 @@ def test_fsdp2_gathers_parameters_once_for_all_chunks():
         assert joined == [{"cat": 2, "sum": 2}]
 
 
-def run_parallel(group: Any, parallel: dict[str, Any], dim: str) -> Any:
+def run_tensor_parallel(group: Any) -> Any:
     torch.manual_seed(0)
     mesh, model, reports = init_device_mesh("cpu", (2,)), Model(FeedForward()), []
     whole = copy.deepcopy(model)
     for layers in (model.layers, whole.layers):
-        parallelize_module(layers[0], mesh, parallel)
-    x = torch.randn(7, 7, WIDTH) + (group.rank() if parallel is SEQUENCE_PARALLEL else 0)
-    want = step(in_chunks(whole, 3, dim), x)
-    mark(x, ("batch", "seq").index(dim), 3)
-    got = step(compiled(model, lambda gm: reports.append(chunk(gm, dim=dim, chunks=3))), x)
+        parallelize_module(layers[0], mesh, {"mlp.0": ColwiseParallel(), "mlp.1": RowwiseParallel()})
+    x = torch.randn(B, S, WIDTH)
+    want = step(in_chunks(whole, 2, "seq"), x)
+    mark(x, 1, 2)
+    got = step(compiled(model, lambda gm: reports.append(chunk(gm, dim="seq"))), x)
     return got, want, reports[0].live_outs
 
 
-@pytest.mark.parametrize(
-    ("parallel", "dim"),
-    [(TENSOR_PARALLEL, "seq"), (SEQUENCE_PARALLEL, "seq"), (SEQUENCE_PARALLEL, "batch")],
-    ids=["heads", "rows-seq", "rows-batch"],
-)
-def test_chunks_of_parallel_layers_sum_or_gather_their_rows_between_ranks(parallel, dim):
-    for got, want, joined in ranks.run(2, run_parallel, parallel, dim):
-        assert all(map(torch.equal, got, want)) and len(got) == 6
+def test_tensor_parallel_layers_are_cut_and_sum_the_tokens_of_a_chunk_between_ranks():
+    for got, want, joined in ranks.run(2, run_tensor_parallel):
+        assert all(map(torch.equal, got, want))
         assert joined["sum"] == 3
+
+
+def run_sequence_parallel(group: Any, dim: str) -> Any:
+    torch.manual_seed(0)
+    mesh, model = init_device_mesh("cpu", (2,)), Model(FeedForward())
+    whole = copy.deepcopy(model)
+    for layers in (model.layers, whole.layers):
+        parallelize_module(layers[0], mesh, SEQUENCE_PARALLEL)
+    x = torch.randn(7, 7, WIDTH) + group.rank()
+    want = step(in_chunks(whole, 3, dim), x)
+    mark(x, ("batch", "seq").index(dim), 3)
+    got = step(compiled(model, lambda gm: chunk(gm, dim=dim, chunks=3)), x)
+    return got, want
+
+
+@pytest.mark.parametrize("dim", ["batch", "seq"])
+def test_chunks_of_sequence_parallel_layers_gather_their_rows(dim):
+    for got, want in ranks.run(2, run_sequence_parallel, dim):
+        assert all(map(torch.equal, got, want)) and len(got) == 6
 
 
 def run_gathered_attention(group: Any) -> str:
