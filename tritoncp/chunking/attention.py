@@ -172,7 +172,7 @@ def prefixes(needs: Tensor, chunks: int) -> tuple[int, ...]:
     """Return the length of the shortest prefix of key chunks that has all that each query chunk needs, >= 1.
 
     >>> import torch
-    >>> prefixes(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]), 3)
+    >>> prefixes(torch.tensor([[0, 0, 0], [1, 1, 0], [0, 0, 1]]), 3)
     (1, 2, 3)
     """
     rows = needs.tolist()
