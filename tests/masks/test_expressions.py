@@ -54,9 +54,9 @@ def test_an_expression_is_the_mask_it_names(made) -> None:
 
 def test_operators_bind_as_in_python_and_closed_forms_stay_closed(monkeypatch) -> None:
     monkeypatch.setattr(texts, "MAX_DOCUMENT_TOKENS", SIZE)
-    found = mask_of("causal & window(7) | ~document & full", DOCUMENTS)
-    others = and_masks(not_(document(lengths=DOCUMENTS)), sliding_window(-1, -1))
-    assert torch.equal(dense(found), dense(or_masks(and_masks(causal(), sliding_window(7)), others)))
+    mask = mask_of("causal & window(7) | ~document & full", DOCUMENTS)
+    outside = and_masks(not_(document(lengths=DOCUMENTS)), sliding_window(-1, -1))
+    assert torch.equal(dense(mask), dense(or_masks(and_masks(causal(), sliding_window(7)), outside)))
     assert mask_of("causal & window(7) & document(40, 8)", DOCUMENTS).intervals(SIZE, SIZE) is not None
     assert mask_of("window(1024G)").window == (1 << 40, 0)
 

@@ -297,9 +297,8 @@ def test_blocks_are_swapped_with_any_rank_that_makes_the_busiest_less_busy() -> 
     assert torch.equal(even_work(owner.clone(), work, 4), owner)  # no rank exceeds it
     assert loads(even_work(owner, work, 3.6), costs, 3).tolist() == [3.5, 2, 3.2]
     work.costs, work.world_size = torch.tensor([2.0, 2.0] + [1.0] * 63, dtype=torch.float64), 64
-    swapped = even_work(
-        torch.tensor([0, *range(64)]), work, 3
-    )  # of ranks that are equally busy, with the first
+    # Of ranks that are equally busy, with the first.
+    swapped = even_work(torch.tensor([0, *range(64)]), work, 3)
     assert loads(swapped, work.costs, 64).tolist() == [3, 2] + [1] * 62
 
 
@@ -367,15 +366,15 @@ def test_the_best_two_windows_of_free_blocks(
 
     def list_windows(count: int) -> list[tuple[int, int, set[int], float]]:
         """List the columns, start, blocks and work of every window."""
-        held = [[(start + i) % n for i in range(count)] for start in range(n)]
-        columns = [int(visible[window].any(0).sum()) for window in held]
-        return list(zip(columns, range(n), map(set, held), blocks.work(count).tolist()))
+        windows = [[(start + i) % n for i in range(count)] for start in range(n)]
+        columns = [int(visible[window].any(0).sum()) for window in windows]
+        return list(zip(columns, range(n), map(set, windows), blocks.work(count).tolist()))
 
-    pairs, others = [], list_windows(rest)
-    for columns, start, held, work in list_windows(size):
+    pairs, second_windows = [], list_windows(rest)
+    for columns, start, window, work in list_windows(size):
         missing = round((target - work) / width)
-        fit = [other[:3] for other in others if round(other[3] / width) == missing]
-        if blocks.hardest in held and fit and held.isdisjoint((best := min(fit))[2]):
+        fit = [second[:3] for second in second_windows if round(second[3] / width) == missing]
+        if blocks.hardest in window and fit and window.isdisjoint((best := min(fit))[2]):
             pairs.append((columns + best[0], start, size, best[1]))
     assert blocks._pair(size, rest, target, width) == min(pairs, default=None)
 

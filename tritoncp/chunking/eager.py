@@ -54,12 +54,12 @@ class Eager(nn.Module):
         name = f"{rows} rows of dimension {axis}"
         calls, results = Calls(self.dim, [chunk_range(rows, c, chunks, name) for c in range(chunks)]), []
         for index in range(self.chunks):
-            own, others, named = tree_map(
+            own, positional, named = tree_map(
                 lambda value, index=index: self._piece(value, x, index), (x, args, kwargs)
             )
             calls.begin(index)
             with substitute_calls(calls.run_chunk):
-                results.append(self.module(own, *others, **named))
+                results.append(self.module(own, *positional, **named))
         return concatenate(results, axis, list(map(len, calls.rows)))
 
     def _piece(self, value: Any, x: Tensor, index: int) -> Any:

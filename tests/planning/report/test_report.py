@@ -174,9 +174,8 @@ def test_the_text_of_a_small_plan_is_this(monkeypatch: pytest.MonkeyPatch) -> No
         wide = create_block_mask(causal(), 1, 1, 256 * count, 256 * count)
         alternating = build(wide, 2, balancer=lambda work: [range(i, len(work.costs), 2) for i in (0, 1)])
         assert format_meaning(Facts.of(alternating))[0].endswith(where)
-    idle = by_blocks(
-        1024, 128, [[[], range(8)], [[0], range(1, 8)]]
-    )  # rank 0 has only an empty slot at first
+    # Rank 0 has only an empty slot in the first batch row.
+    idle = by_blocks(1024, 128, [[[], range(8)], [[0], range(1, 8)]])
     assert format_meaning(Facts.of(replace(build(mask, 2), q=idle)))[0].endswith(" of 0 to 1K tokens.")
 
 

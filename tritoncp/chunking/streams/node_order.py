@@ -103,8 +103,8 @@ def _rounded(seconds: float) -> float:
 
 def _reorder(gm: GraphModule, nodes: list[Node]) -> None:
     """Reorder the nodes of a graph in place, with the output last."""
-    *others, output = nodes
-    for node in others:
+    *inner, output = nodes
+    for node in inner:
         output.prepend(node)
     gm.graph.lint()
     gm.recompile()
