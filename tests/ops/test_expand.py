@@ -397,6 +397,13 @@ def test_auto_counts_the_latent_and_its_expansion() -> None:
     assert alone.metrics(**layer, latent=576)["forward_ms"] > alone.metrics(**layer)["forward_ms"]
 
 
+def test_peaks_of_a_layer_have_its_expanded_keys_and_their_gradients() -> None:
+    """Keys in 16 bits; backward also their gradients, in 32 bits and rounded."""
+    shape, elements = memory.Shape(1, 4, 2, 5, 3, itemsize=2, latent=8), 64 * 2 * (5 + 3)
+    peak = memory._with_expanded(build(full_mask(64, 64)), shape, memory.Peak(1, 2))
+    assert peak == (1 + 2 * elements, 2 + (2 + 2 + 4) * elements)
+
+
 @cpu_engine
 def test_raw_masks_take_a_schedule_for_latents() -> None:
     """Where queries and keys have equally many heads, "auto" takes Ulysses for keys, and none for latents."""
