@@ -64,7 +64,7 @@ def test_layouts(layout: str) -> None:
 
 
 def test_a_last_block_that_is_listed_as_full() -> None:
-    """Its rows have no interval: only the end of the keys hides what lies behind them."""
+    """Its rows have no interval: only the end of the keys hides the columns behind it."""
     number, index = torch.tensor([[[1, 1]]]), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
     full, full_index = torch.tensor([[[0, 1]]]), torch.ones(1, 1, 2, 2, dtype=torch.int32)
     lists = (number.int(), index, full.int(), full_index)

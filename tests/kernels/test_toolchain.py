@@ -155,7 +155,7 @@ def test_one_stage_where_no_fence_follows_asynchronous_copies(arch, version, pre
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_fewer_than_64_rows_of_scores_are_not_flipped_on_hopper(arch, pretend):
-    """Triton lets the next copy of the loop overwrite what wgmma still reads."""
+    """Triton lets the next copy of the loop overwrite memory that wgmma still reads."""
     pretend(arch, "3.7.1")
     for kind, m, n in itertools.product(BACKWARD, (32, 64), (32, 64)):
         names = {"dq": "2"}.get(kind, "1")

@@ -57,7 +57,7 @@ def stay_away() -> None:
 
 
 def read_table() -> dict[str, list[str]]:
-    """The rows of the page: by fault, what rank 1 sees, what the other ranks see, after how many seconds."""
+    """Read the rows of the page: by fault, the errors of rank 1 and of the other ranks, and their seconds."""
     table = PAGE.read_text().split("| fault of rank 1 |")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
     return {fault: rest for fault, *rest in rows}

@@ -30,7 +30,7 @@ from tests.mutants.sample import MODULES, ROOT, Mutant, copy_checkout, draw_muta
 
 GOAL = 0.95
 MOST_BYTES = 8 << 30  # of each process that runs tests: a mutant may allocate without end
-MOST_SECONDS = 300  # to collect tests
+COLLECTION_SECONDS = 300  # in which pytest collects the tests of a mutant
 HEAVY = ("torch._dynamo", "torch.distributed", "torch.nn.attention.flex_attention", "triton.language")
 
 
@@ -89,7 +89,7 @@ def run_tests(tests: list[str], *options: str) -> str:
     child = os.fork()
     if child == 0:
         os.setsid()
-        signal.alarm(MOST_SECONDS)
+        signal.alarm(COLLECTION_SECONDS)
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         os.chdir(copy)
         with open(os.devnull, "w") as file:

@@ -99,17 +99,21 @@ def test_of_any_mask_too_and_always_the_same(mask: Mask, world_size: int, name: 
         assert ranks == assign_blocks(balancers[name], work)
 
 
+def work_of_blocks(visible: Tensor, world_size: int) -> Work:
+    """Make the work of blocks, each of which costs its number of ``visible`` columns: bool [n, n]."""
+    runs = Runs.from_kinds(torch.where(visible, int(Kind.MASKED), ABSENT).to(torch.uint8)[None, None])
+    return Work(visible.sum(1).double(), world_size, (runs,))
+
+
 @given(st.integers(1, 11), st.integers(0, 10), st.sets(st.integers(0, 10), max_size=3), st.integers(1, 9))
 def test_a_column_that_all_blocks_see_and_rows_that_see_all(
     n: int, column: int, rows: set[int], world_size: int
 ) -> None:
-    """The block of such a column is a common prefix to locality, wherever it lies and whatever it costs."""
+    """The block of such a column is a common prefix to locality, at any place and of any cost."""
     listed = torch.eye(n, dtype=torch.bool)
     listed[:, column % n] = True
     listed[[row % n for row in rows]] = True
-    runs = Runs.from_kinds(torch.where(listed, int(Kind.MASKED), ABSENT).to(torch.uint8)[None, None])
-    work = Work(listed.sum(1).double(), world_size, (runs,))
-    assert_assigned(assign_blocks(locality, work), n)
+    assert_assigned(assign_blocks(locality, work_of_blocks(listed, world_size)), n)
 
 
 @given(masks(), st.integers(2, 6), st.integers(0, 99))
@@ -334,8 +338,7 @@ def random_free_blocks(seed: int) -> tuple[FreeBlocks, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     visible, is_free = torch.rand(12, 12, generator=draw) < 0.3, torch.rand(12, generator=draw) < 0.7
     is_free[:2] = True
-    runs = Runs.from_kinds(torch.where(visible, int(Kind.MASKED), ABSENT).to(torch.uint8)[None, None])
-    return FreeBlocks(Work(visible.sum(1).double(), 4, (runs,)), is_free), visible[is_free]
+    return FreeBlocks(work_of_blocks(visible, 4), is_free), visible[is_free]
 
 
 @given(st.integers(0, 999), st.integers(2, 9), st.integers(1, 12))

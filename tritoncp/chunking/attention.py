@@ -236,8 +236,8 @@ def value_of(node: Node) -> Tensor | None:
 
 
 def _example(fake: FakeTensor) -> Tensor | None:
-    """Return the real tensor behind a fake input: AOTAutograd's fake inputs share storage with those that
-    Dynamo made of the real ones."""
+    """Return the real tensor behind a fake input: AOTAutograd's fake inputs share storage with the
+    fake tensors that Dynamo made of real inputs."""
     converter = fake.fake_mode.fake_tensor_converter
     memory = fake.untyped_storage()._cdata
     numbers = {n for n, x in converter.tensor_memo.items() if x.untyped_storage()._cdata == memory}

@@ -135,7 +135,7 @@ def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Runs:
 def document_starts(work: Work, shared: Tensor | None = None) -> list[int]:
     """Return the first block of each document. At a boundary between blocks, no block sees keys of earlier
     blocks; if a document ends inside a block, the next block is a start, although it sees that block. For
-    several masks, return the boundaries that all have.
+    several masks, return the boundaries that all have. Without blocks, return [0].
 
     shared: bool [blocks], blocks whose keys are not counted
     """

@@ -1,4 +1,4 @@
-"""Whole branches of a prefix tree: a rank holds all blocks of the branches whose ends it holds.
+"""Whole branches of a prefix tree: a rank with the end of a branch holds all of its blocks.
 
 A rank that holds the end of a branch sees the branch and the common prefix, and fetches what it does not
 hold of them.
