@@ -15,8 +15,11 @@ from typing import NamedTuple
 
 import click
 import torch
+from torch.nn.attention import flex_attention
 
-from tritoncp.masks.mask import Mask
+from tritoncp.api.plans import make_plan
+from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.perf.suite.everyday_masks import everyday_masks
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
@@ -153,6 +156,36 @@ def format_scale(scales: Sequence[tuple[int, int]]) -> str:
     return "\n\n".join(parts)
 
 
+def format_python_masks(tokens: int, torch_tokens: int) -> str:
+    """Measure masks of Python functions and their plans, and format a table."""
+    ours, torchs = everyday_masks(tokens), everyday_masks(torch_tokens)
+    rows = []
+    for name, item in ours.items():
+        base = _reset_peak_bytes()
+        start = time.process_time()
+        mask = create_block_mask(item.mod, item.B, item.H, item.length, item.length)
+        seconds = [time.process_time() - start]
+        for _ in range(2):
+            start = time.process_time()
+            make_plan(mask, world_size=16, rank=1)
+            seconds.append(time.process_time() - start)
+        memory = "–" if base is None else f"{(_read_bytes('VmHWM') - base) / MIB:.0f} MiB"
+        intervals = mask.row_intervals()
+        most = "–" if intervals is None else str(intervals.shape[2] // 2)
+        small = torchs[name]
+        start = time.process_time()
+        flex_attention.create_block_mask(
+            small.mod, small.B, small.H, small.length, small.length, device="cpu"
+        )
+        torch_seconds = time.process_time() - start
+        figures = [f"{x:.2f} s" for x in (seconds[0] + seconds[1], seconds[2])]
+        rows.append([name, most, *figures, memory, f"{torch_seconds:.2f} s"])
+        click.echo(f"{name}, {tokens} tokens", err=True)
+    heads = ["mask", "intervals of a row", "mask and plan", "plan again", "most memory"]
+    title = f"## {format_tokens(tokens)} tokens, masks of Python functions"
+    return f"{title}\n\n" + _format_table([*heads, f"torch's, {format_tokens(torch_tokens)} tokens"], rows)
+
+
 def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
@@ -168,7 +201,7 @@ def _format_cell(result: Quality) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "balance": lambda: format_balance(SIZES, WORLDS),
-    "scaling": lambda: format_scale(SCALES),
+    "scaling": lambda: "\n\n".join([format_python_masks(1 << 20, 1 << 13), format_scale(SCALES)]),
 }
 
 

@@ -18,7 +18,7 @@ from tritoncp.masks.classification.interval_arithmetic import (
     cast_range,
     limit_range,
 )
-from tritoncp.masks.classification.tile_bounds import Bounds
+from tritoncp.masks.classification.tile_bounds import Bounds, trace
 
 B, H, LENGTH = 2, 3, 40  # tables have an element for every index
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -276,7 +276,7 @@ def test_no_bounds_hide_an_error(mod, error: type[Exception]) -> None:
 
 def decide_tiles(mod, tiles: Tensor) -> list[tuple[tuple[bool, bool], tuple[bool, bool]]]:
     """Return the bounds of tiles, whether some pair may be and every pair must be visible, and the truth."""
-    bounds = Bounds.of(mod)
+    bounds = Bounds(trace(mod))
     assert bounds is not None
     dense = flex.create_mask(mod, B, H, LENGTH, LENGTH, device="cpu")
     parts = [dense[b, h, q0:q1, k0:k1] for b, h, q0, q1, k0, k1 in tiles.tolist()]

@@ -31,8 +31,8 @@ from tritoncp.perf import exit_codes
 FOR_USERS = {
     "Mask": {
         *("B", "BLOCK_SIZE", "H", "contiguous", "dim", "draw", "kv_len", "nbytes", "ndim"),
-        *("numel", "q_len", "seq_lengths", "shape", "sparsity", "to", "to_block_mask", "to_dense"),
-        "transpose",
+        *("numel", "q_len", "row_intervals", "seq_lengths", "shape", "sparsity", "to"),
+        *("to_block_mask", "to_dense", "transpose"),
     },
     "Plan": {
         *("BLOCK_SIZE", "balancer", "batch_rows", "bytes_sent", "contiguous", "dim", "explain", "for_rank"),

@@ -254,9 +254,37 @@ def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.Grap
     return torch.fx.GraphModule(recorder.root, recorder.graph)
 
 
+def result_of(graph: torch.fx.GraphModule) -> Any:
+    """Return what the graph returns: a node, or a Python number."""
+    return next(node for node in graph.graph.nodes if node.op == "output").args[0]
+
+
+def ancestors(
+    graph: torch.fx.GraphModule, nodes: Sequence[torch.fx.Node], ends: Sequence[torch.fx.Node] = ()
+) -> list[torch.fx.Node]:
+    """List nodes and what they are computed from, in order; ``ends`` without what these are computed from."""
+    needed: set[torch.fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        if (node := stack.pop()) not in needed:
+            needed.add(node)
+            stack += [] if node in ends else node.all_input_nodes
+    return [node for node in graph.graph.nodes if node in needed]
+
+
+def operation_name(node: torch.fx.Node) -> str:
+    """Return the name of a node's operation without its overload, as "add"; "" if it is no operation."""
+    return getattr(node.target, "_opname", "")
+
+
+def dtype_of(node: torch.fx.Node) -> torch.dtype | None:
+    """Return the dtype of a node's result; None for several results."""
+    return getattr(node.meta["val"], "dtype", None)
+
+
 def is_read(index: torch.fx.Node) -> bool:
     """Return whether the graph reads the value of an input, not only its shape."""
-    return any(getattr(user.target, "_opname", "") not in SHAPE_ONLY for user in index.users)
+    return any(operation_name(user) not in SHAPE_ONLY for user in index.users)
 
 
 def reads_batch_or_head(mask_mod: Mod, device: str | torch.device = "cpu") -> tuple[bool, bool]:
@@ -266,8 +294,11 @@ def reads_batch_or_head(mask_mod: Mod, device: str | torch.device = "cpu") -> tu
     (False, True)
     """
     graph = graph_of(mask_mod, device)
-    if graph is None:
-        return True, True
+    return (True, True) if graph is None else read_batch_and_head(graph)
+
+
+def read_batch_and_head(graph: torch.fx.GraphModule) -> tuple[bool, bool]:
+    """Return whether the graph of a mask_mod reads b, and whether it reads h."""
     b, h = [node for node in graph.graph.nodes if node.op == "placeholder"][:2]
     return is_read(b), is_read(h)
 

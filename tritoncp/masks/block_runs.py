@@ -24,7 +24,6 @@ class Kind(enum.IntEnum):
 
 
 ABSENT = 3  # an unlisted block; only in dense maps of kinds, never in a run
-_QUERIES = 1 << 18  # rows of intervals whose runs are made at a time
 _CELLS = 1 << 20  # pairs of a run and a cell that are counted at a time
 
 
@@ -113,20 +112,25 @@ class Runs:
     def from_intervals(cls, lo: Tensor, hi: Tensor, q_block: int, kv_block: int, kv_len: int) -> Runs:
         """Make the Runs of the mask in which query row q sees exactly lo <= kv < hi.
 
-        lo, hi: integers [B, H, q_len], 0 <= lo <= hi <= kv_len. A block is listed if any of its
-        pairs is visible: FULL if all are and q_len and kv_len do not cut it, else MASKED. Neither the dense
-        mask nor the dense map of blocks is allocated.
+        lo, hi: integers [B, H, q_len], 0 <= lo <= hi <= kv_len, or [m, B, H, q_len]: m intervals that neither
+        overlap nor touch. A block is listed if any of its pairs is visible: FULL if all are and q_len and
+        kv_len do not cut it, else MASKED. Neither the dense mask nor the dense map of blocks is allocated.
         """
-        b, h, q_len = lo.shape
+        m = lo.shape[0] if lo.ndim == 4 else 1
+        b, h, q_len = lo.shape[-3:]
         rows, cols = -(-q_len // q_block), -(-kv_len // kv_block)
-        pad = rows * q_block - q_len  # rows past q_len see nothing, so no ragged block is full
-        lo, hi = (torch.nn.functional.pad(t, (0, pad)).view(b * h * rows, q_block) for t in (lo, hi))
-        chunk = max(1, _QUERIES // q_block)
-        parts = [
-            _interval_runs(lo[i : i + chunk], hi[i : i + chunk], kv_block, cols, i)
-            for i in range(0, max(1, len(lo)), chunk)
-        ]
-        row, start, end, kind = (torch.cat(p) for p in zip(*parts, strict=True))
+        lo, hi = (x.reshape(m, b * h, q_len) for x in (lo, hi))
+        seen = lo < hi
+        # Neighbouring rows mostly see the same blocks: count such rows together.
+        down = [floor_divide(x, kv_block) for x in (lo, hi)]
+        up = [floor_divide(x + kv_block - 1, kv_block) for x in (lo, hi)]
+        row, start, end, _ = _count_rows(down[0], up[1], seen, q_block, rows)
+        table = merge_runs(row, start, end, cols)
+        full = _covered(*_count_rows(up[0], down[1], seen, q_block, rows), q_block, cols)
+        masked = _cut(table, full, cols)
+        kind = torch.full((len(masked) + len(full),), int(Kind.MASKED))
+        kind[len(masked) :] = int(Kind.FULL)
+        row, start, end = torch.cat([masked, full]).unbind(1)
         return cls._pack((b, h, rows), cols, row, start, end, kind)
 
     # -- algebra ----------------------------------------------------------------------------------
@@ -277,37 +281,50 @@ def content(x: Tensor) -> bytes:
     return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
 
 
-def _interval_runs(lo: Tensor, hi: Tensor, kv_block: int, cols: int, row0: int) -> tuple[Tensor, ...]:
-    """Return the runs (row, start, end, kind), int64 [n] each, of block rows whose token rows see [lo, hi).
+def floor_divide(x: Tensor, divisor: int) -> Tensor:
+    """Return x // divisor, by a shift where it is a power of two: torch divides integers one by one."""
+    shift = divisor.bit_length() - 1
+    return x >> shift if divisor == 1 << shift else x // divisor
 
-    lo, hi: [rows, q_block]. row0: number of the first row.
+
+def _count_rows(
+    start: Tensor, end: Tensor, seen: Tensor, q_block: int, rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """List ranges of blocks with the number of neighbouring rows of tokens that have them: (row of blocks,
+    start, end, number of rows of tokens), int64 [n] each.
+
+    start, end, seen: [m, B * H, rows of tokens]
     """
-    empty = hi <= lo
-    full_from = -(-lo.amax(1) // kv_block)
-    full_to = torch.where(empty.any(1), 0, hi.amin(1) // kv_block)
-    begin = torch.where(empty, cols, lo // kv_block).int()  # empty rows sort last and touch nothing
-    until = torch.where(empty, 0, -(-hi // kv_block)).int()
-    if bool((begin.diff(dim=1) < 0).any()):
-        begin, order = begin.sort(dim=1)
-        until = until.gather(1, order)
-    # The union of the token rows' block ranges: a range opens where it leaves a gap to all before.
-    reach = until.cummax(1).values
-    opens = torch.ones(len(begin), begin.shape[1] + 1, dtype=torch.bool)
-    opens[:, 1:-1] = begin[:, 1:] > reach[:, :-1]
-    row, i = opens[:, :-1].nonzero(as_tuple=True)
-    j = opens[:, 1:].nonzero()[:, 1]
-    start, end = begin[row, i].long(), reach[row, j].long()
-    # Cut the full run out of it; where there is none, everything is left of the cut.
-    has_full = full_to > full_from
-    cut_from, cut_to = torch.where(has_full, full_from, cols)[row], torch.where(has_full, full_to, cols)[row]
-    full = has_full.nonzero()[:, 0]
-    masked = torch.full_like(row, int(Kind.MASKED))
-    return (
-        torch.cat([row, row, full]) + row0,
-        torch.cat([start, torch.maximum(start, cut_to), full_from[full].long()]),
-        torch.cat([torch.minimum(end, cut_from), end, full_to[full].long()]),
-        torch.cat([masked, masked, torch.full_like(full, int(Kind.FULL))]),
-    )
+    first = torch.ones_like(seen)
+    first[..., 1:] = (start[..., 1:] != start[..., :-1]) | (end[..., 1:] != end[..., :-1])
+    first[..., 1:] |= seen[..., 1:] != seen[..., :-1]
+    first[..., ::q_block] = True
+    lines = seen.shape[1]
+    line, token = first.flatten(0, 1).nonzero().unbind(1)
+    ends = torch.cat([token[1:], token.new_zeros(1)])
+    count = torch.where(ends > token, ends, seen.shape[-1]) - token
+    start, end, seen = (x.flatten(0, 1)[line, token] for x in (start, end, seen))
+    keep = (seen & (start < end)).nonzero()[:, 0]
+    row = line % lines * rows + token // q_block
+    return row[keep], start[keep].long(), end[keep].long(), count[keep]
+
+
+def _covered(row: Tensor, start: Tensor, end: Tensor, count: Tensor, full: int, cols: int) -> Tensor:
+    """Return the ranges that are counted ``full`` times: int64 [n, 3] rows (row, start, end)."""
+    line = torch.cat([row * (cols + 1) + start, row * (cols + 1) + end])
+    line, order = line.sort()
+    total = torch.cat([count, -count])[order].cumsum(0)
+    at = ((total[:-1] == full) & (line[:-1] < line[1:])).nonzero()[:, 0]
+    start, end = line[at], line[at + 1]
+    return merge_runs(start // (cols + 1), start % (cols + 1), start % (cols + 1) + end - start, cols)
+
+
+def _cut(table: Tensor, full: Tensor, cols: int) -> Tensor:
+    """Return the ranges of a table without those of another, which lie within them."""
+    row, start, end = torch.cat([table, full]).unbind(1)
+    sign = torch.ones(len(row), dtype=torch.int64)
+    sign[len(table) :] = -1
+    return _covered(row, start, end, sign, 1, cols)
 
 
 def ramps(first: Tensor, length: Tensor) -> Tensor:

@@ -150,13 +150,45 @@ class Mask(BlockMaskInterface):
 
     @on_host
     def with_intervals(self) -> Mask:
-        """Return the mask with the row intervals of its mask_mod, which is evaluated in the masked blocks
-        unless it is a closed form; the mask itself if there are none."""
+        """Return the mask with the row intervals of its mask_mod; the mask itself if there are none. They are
+        searched for once: the mask keeps the answer."""
         mod = self.mask_mod
         if mod is None or self.interval is not None or is_closed_form(mod) or mods.hand_written(mod):
             return self
-        interval = classify.find_intervals(self._evaluator, self.reads, self.runs, self.grid)
-        return self if interval is None else replace(self, interval=interval)
+        if "_solved" not in vars(self):
+            interval = classify.find_intervals(mod, capture_device(mod), self.reads, self.runs, self.grid)
+            self._keep_solved(self if interval is None else replace(self, interval=interval))
+        return vars(self)["_solved"]
+
+    def _keep_solved(self, solved: Mask) -> Mask:
+        """Keep the mask with row intervals, which is this one if it has all there are; return this one."""
+        object.__setattr__(self, "_solved", solved)
+        return self
+
+    @on_host
+    def row_intervals(self) -> Tensor | None:
+        """Return the keys that the mask_mod shows to each query as intervals, for kernels that take them:
+        int32 [B, H, 2m, q_len], lo of the first interval, its hi, lo of the second, ..., m at most 8.
+
+        None if a row has more, or if that takes evaluating pairs. A query sees the keys lo <= kv < hi of each
+        interval. They ascend, with a gap between any two; unused ones are last and empty, lo = hi = kv_len.
+        cuDNN's flex attention takes two, [0, F0) and [F1, F2).
+
+        >>> mask = create_block_mask(lambda b, h, q, kv: (kv < 2) | (kv == q), 1, 1, 4, 4, BLOCK_SIZE=2)
+        >>> mask.row_intervals()[0, 0].T.tolist()
+        [[0, 2, 4, 4], [0, 2, 4, 4], [0, 3, 4, 4], [0, 2, 3, 4]]
+        """
+        self.check_state()
+        if self.mask_mod is None:
+            found = None
+        else:
+            b, h = (size if read else 1 for size, read in zip((self.B, self.H), self.reads, strict=True))
+            device = capture_device(self.mask_mod)
+            found = classify.find_row_intervals(self.mask_mod, device, b, h, self.grid)
+        if found is None:
+            return None
+        pairs = torch.stack([found.lo, found.hi], 1).flatten(0, 1).unflatten(1, (b, h))  # [2m, b, h, q_len]
+        return pairs.permute(1, 2, 0, 3).expand(self.B, self.H, -1, -1).contiguous()
 
     @on_host
     def to_dense(self, B: int | None = None, H: int | None = None) -> Tensor:
@@ -367,8 +399,9 @@ def create_block_mask(
         runs = transpose(Runs.from_intervals(*by_key, kv_block, q_block, Q_LEN)).expand(B, H)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, None, None, mask_mod.reads)
     grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
-    runs, reads = classify.find_runs(mask_mod, device or capture_device(mask_mod), B, H, grid)
-    return Mask(*grid, runs, mask_mod, None, None, reads)
+    found = classify.classify(mask_mod, device or capture_device(mask_mod), B, H, grid)
+    mask = Mask(*grid, found.runs, mask_mod, None, found.interval, found.reads)
+    return mask._keep_solved(mask) if found.solved else mask
 
 
 def _check_function(mask_mod: Any) -> None:

@@ -1,9 +1,10 @@
 """Classification of a mask_mod's blocks as absent, masked or full, without evaluating every pair.
 
-A tile as large as the mask is bounded (`tile_bounds`), cut into quarters if that leaves it undecided, and so
-on down to single blocks. In an undecided block a few pairs are evaluated, then all, unless a visible and a
-hidden one is among the few. The work is proportional to the mask's edges, not its area. A mask_mod that
-cannot be bounded is evaluated at every pair, a few million at a time.
+A mask whose rows see a few intervals of keys each is solved as such (`solve`, `row_intervals`). Of any other,
+a tile as large as the mask is looked at (`tile_states`), cut if that leaves it undecided, and so on down to
+single blocks. In an undecided block a few pairs are evaluated, then all, unless a visible and a hidden one is
+among the few. The work is proportional to the mask's edges, not its area. A mask_mod that cannot be traced is
+evaluated at every pair, a few million at a time.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from tritoncp.core.tracing import vmapped
+from tritoncp.core.tracing import read_batch_and_head, result_of, vmapped
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs, ramps
-from tritoncp.masks.classification.tile_bounds import Bounds
+from tritoncp.masks.classification.expression import Expression, Reader
+from tritoncp.masks.classification.row_intervals import RowIntervals
+from tritoncp.masks.classification.solve import Vectors, solve
+from tritoncp.masks.classification.tile_bounds import trace
+from tritoncp.masks.classification.tile_states import Tiles, TileStates, tile_states
 from tritoncp.masks.mask_mod import MaskFn
+from tritoncp.masks.transposed_runs import transpose
 
 PairEvaluator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # a mask_mod's values: (b [n], h [n], q [n, i], kv [n, j]), int64, -> bool [n, i, j], all on the CPU
@@ -26,7 +32,7 @@ PairEvaluator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 PAIRS = 1 << 22  # pairs evaluated at a time: an int64 intermediate of a mask_mod is 32 MiB
 _TILES = 1 << 16  # tiles bounded at a time
 _BLOCKS = 1 << 11  # single blocks evaluated at a time
-_UNMERGED_RUNS = 1 << 21  # runs collected before adjacent ones are merged
+_UNMERGED_TILES = 1 << 21  # collected before adjacent ones are merged
 _MASKED_BLOCKS = 512  # whose intervals are evaluated at a time, about
 _PROBES = 4  # rows and columns of a block evaluated first
 
@@ -55,12 +61,13 @@ class Grid(NamedTuple):
         last_row = (tiles[:, 3] == self.rows) & bool(self.q_len % self.q_block)
         return last_row | ((tiles[:, 5] == self.cols) & bool(self.kv_len % self.kv_block))
 
-    def to_tokens(self, tiles: Tensor) -> Tensor:
-        """Convert tiles in blocks to tiles in tokens."""
-        scaled = tiles.clone()
-        scaled[:, 2:4] = (tiles[:, 2:4] * self.q_block).clamp(max=self.q_len)
-        scaled[:, 4:6] = (tiles[:, 4:6] * self.kv_block).clamp(max=self.kv_len)
-        return scaled
+    def describe(self, tiles: Tensor, heads: int) -> Tiles:
+        """Return tiles in blocks, int64 [n, 6] of (b, h, first row, end, first column, end), with their
+        tokens. heads: number of heads"""
+        b, h, r0, r1, c0, c1 = tiles.unbind(1)
+        queries = (r0 * self.q_block).clamp(max=self.q_len), (r1 * self.q_block).clamp(max=self.q_len)
+        keys = (c0 * self.kv_block).clamp(max=self.kv_len), (c1 * self.kv_block).clamp(max=self.kv_len)
+        return Tiles(b * heads + h, b, h, (r0, r1), (c0, c1), queries, keys)
 
 
 def torch_evaluator(mask_mod: MaskFn, device: str | torch.device) -> PairEvaluator:
@@ -91,63 +98,140 @@ def evaluate_blocks(evaluate: PairEvaluator, blocks: Tensor, grid: Grid) -> Iter
         yield chunk, visible
 
 
-def find_runs(
-    mask_mod: MaskFn, device: str | torch.device, B: int, H: int, grid: Grid
-) -> tuple[Runs, tuple[bool, bool]]:
-    """Classify the blocks of a mask as torch does: FULL if every pair of a whole block is visible, MASKED if
-    only some are. Return also whether the mask_mod may depend on b, and on h.
+class Classification(NamedTuple):
+    """What a mask_mod shows.
 
-    device: of the mask_mod's tensors
+    runs:     its blocks, classified as torch does: FULL if every pair of a whole block is visible, MASKED if
+              only some are
+    reads:    whether it may depend on b, and on h
+    solved:   whether it is known which interval a row sees; if not, pairs have to be evaluated
+    interval: (lo, hi), int32 [B, H, q_len] each, if in MASKED blocks a row sees exactly lo <= kv < hi
     """
-    evaluate, bounds = torch_evaluator(mask_mod, device), Bounds.of(mask_mod, device)
-    reads = (True, True) if bounds is None else bounds.reads
+
+    runs: Runs
+    reads: tuple[bool, bool]
+    solved: bool
+    interval: tuple[Tensor, Tensor] | None
+
+
+def classify(mask_mod: MaskFn, device: str | torch.device, B: int, H: int, grid: Grid) -> Classification:
+    """Classify the blocks of a mask. device: of the mask_mod's tensors"""
+    graph, evaluate = trace(mask_mod, device), torch_evaluator(mask_mod, device)
+    reads = (True, True) if graph is None else read_batch_and_head(graph)
     b, h = (size if read else 1 for size, read in zip((B, H), reads, strict=True))
-    collector = _RunCollector((b, h, grid.rows), grid.cols)
-
-    def visit(tiles: Tensor) -> Tensor:
-        some, every = torch.ones(len(tiles), dtype=torch.bool), torch.zeros(len(tiles), dtype=torch.bool)
-        if bounds is not None:
-            some, every = bounds(*grid.to_tokens(tiles).unbind(1))
-        size = (tiles[:, 3] - tiles[:, 2]) * (tiles[:, 5] - tiles[:, 4])
-        full = every & ~grid.has_ragged_block(tiles)
-        undecided = some & ~full
-        collector.add(tiles[full], torch.tensor(int(Kind.FULL)).expand(int(full.sum())))
-        for blocks in tiles[undecided & (size == 1)].split(_BLOCKS):
-            collector.add(blocks, _kinds(evaluate, blocks, grid))
-        return undecided & (size > 1)
-
-    if b * h * grid.rows * grid.cols:
+    if b * h * grid.q_len * grid.kv_len:
         zero = torch.zeros(1, dtype=torch.int64)
         evaluate(zero, zero, zero[:, None], zero[:, None])  # raises the errors of the mask_mod at once
-        batch, head = torch.arange(b).repeat_interleave(h), torch.arange(h).repeat(b)
-        edges = torch.tensor([0, grid.rows, 0, grid.cols]).expand(b * h, 4)
-        _descend(torch.cat([batch[:, None], head[:, None], edges], 1), visit)
-    return collector.runs().expand(B, H), reads
+    states = keys = None
+    if graph is not None and grid.q_len and grid.kv_len:
+        expression, vectors = _read(graph, (b, h), grid, device)
+        keys = solve(expression, vectors, RowIntervals.all_keys(b * h, grid.q_len, grid.kv_len))
+        states = tile_states(expression, vectors, grid[2:]) if keys is None else None
+    if keys is None:
+        return Classification(find_runs(states, evaluate, b, h, grid).expand(B, H), reads, False, None)
+    runs = keys.to_runs(b, grid.q_block, grid.kv_block)
+    interval = keys.in_masked_blocks(runs, grid.q_block, grid.kv_block)
+    interval = interval and (interval[0].expand(B, H, -1), interval[1].expand(B, H, -1))
+    return Classification(runs.expand(B, H), reads, True, interval)
+
+
+def find_row_intervals(
+    mask_mod: MaskFn, device: str | torch.device, B: int, H: int, grid: Grid
+) -> RowIntervals | None:
+    """Return the keys that each row sees; None if they are not a few intervals, or if that takes evaluating
+    pairs. device: of the mask_mod's tensors"""
+    graph = trace(mask_mod, device)
+    if graph is None or not grid.q_len or not grid.kv_len:
+        return None
+    expression, vectors = _read(graph, (B, H), grid, device)
+    return solve(expression, vectors, RowIntervals.all_keys(B * H, grid.q_len, grid.kv_len))
+
+
+def _read(
+    graph: fx.GraphModule, n: tuple[int, int], grid: Grid, device: str | torch.device
+) -> tuple[Expression, Vectors]:
+    """Read the expression of a mask_mod and its vectors for n batch rows and heads."""
+    reader = Reader(graph)
+    expression = reader.read(result_of(graph))
+    return expression, Vectors(expression, reader, n, (grid.q_len, grid.kv_len), torch.device(device))
+
+
+def find_runs(
+    states: Callable[[Tiles], TileStates] | None, evaluate: PairEvaluator, B: int, H: int, grid: Grid
+) -> Runs:
+    """Classify blocks by the states of tiles, and by evaluating pairs.
+
+    A tile as large as the mask is looked at first. One that is undecided is cut into columns of blocks, if
+    nothing but the keys tells its blocks apart, else into quarters. states: None if none can be found
+    """
+    collector = _TileCollector((B, H), grid)
+
+    def visit(tiles: Tensor) -> Tensor:
+        """Collect what is decided of tiles; return the parts of the others."""
+        size = (tiles[:, 3] - tiles[:, 2]) * (tiles[:, 5] - tiles[:, 4])
+        if states is None:
+            some, full = size > 0, size < 0
+            masked = settled = full
+        else:
+            some, every, masked, settled = states(grid.describe(tiles, H))
+            full = every & ~grid.has_ragged_block(tiles)
+        collector.add(tiles[full], torch.tensor(int(Kind.FULL)).expand(int(full.sum())))
+        collector.add(tiles[masked], torch.tensor(int(Kind.MASKED)).expand(int(masked.sum())))
+        undecided = some & ~full & ~masked
+        for blocks in tiles[undecided & (size == 1)].split(_BLOCKS):
+            collector.add(blocks, _kinds(evaluate, blocks, grid))
+        undecided &= size > 1
+        settled = settled & (tiles[:, 5] - tiles[:, 4] > 1)
+        return torch.cat([_columns(tiles[undecided & settled]), _quarters(tiles[undecided & ~settled])])
+
+    if B * H * grid.rows * grid.cols:
+        batch, head = torch.arange(B).repeat_interleave(H), torch.arange(H).repeat(B)
+        edges = torch.tensor([0, grid.rows, 0, grid.cols]).expand(B * H, 4)
+        stack = [torch.cat([batch[:, None], head[:, None], edges], 1)]
+        while stack:
+            tiles = stack.pop()
+            if len(tiles) > _TILES:
+                stack += tiles.split(_TILES)
+            elif len(tiles):
+                stack.append(visit(tiles))
+    return collector.runs()
 
 
 def find_intervals(
-    evaluate: PairEvaluator, reads: tuple[bool, bool], runs: Runs, grid: Grid
+    mask_mod: MaskFn, device: str | torch.device, reads: tuple[bool, bool], runs: Runs, grid: Grid
 ) -> tuple[Tensor, Tensor] | None:
     """Return each row's interval of visible keys in its masked blocks: int32 (lo, hi), each [B, H, q_len].
 
     None unless every row sees exactly the keys of one interval there. reads: whether the mask_mod may depend
-    on b, on h
+    on b, on h; device: of its tensors
     """
-    B, H, rows, _ = runs.shape
+    B, H, _, _ = runs.shape
     b, h = (size if read else 1 for size, read in zip((B, H), reads, strict=True))
     shared = runs.select(slice(b), slice(h))
     if shared.expand(B, H) == runs:
         runs = shared
+    try:
+        keys = find_row_intervals(mask_mod, device, b, h, grid)
+    except Exception:  # of user code: beyond the listed blocks a mask_mod may index past the end of a table
+        keys = None
+    if keys is not None:
+        interval = keys.expand((b, h), runs.shape[:2]).in_masked_blocks(runs, grid.q_block, grid.kv_block)
+    else:
+        interval = _evaluate_intervals(torch_evaluator(mask_mod, device), runs, grid)
+    return interval and (interval[0].expand(B, H, -1), interval[1].expand(B, H, -1))
+
+
+def _evaluate_intervals(evaluate: PairEvaluator, runs: Runs, grid: Grid) -> tuple[Tensor, Tensor] | None:
+    """Return the intervals of :func:`find_intervals` from every pair of the masked blocks."""
     parts = [torch.zeros(2, *runs.shape[:2], 0, dtype=torch.int32)]
-    step = max(1, _MASKED_BLOCKS // max(1, int(runs.counts()[0].sum((0, 1)).max()) if rows else 1))
-    for first in range(0, rows, step):  # rows of blocks, so that one row can end the search
-        part = _intervals_of_rows(
-            evaluate, runs.take(torch.arange(first, min(rows, first + step))[None]), first, grid
-        )
+    batch = runs.counts()[0].sum((0, 1)).cumsum(0) // _MASKED_BLOCKS  # of rows of blocks, for each of them
+    ends = batch.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+    for first, end in zip([0, *ends], ends):  # rows that are no interval can end the search early
+        part = _intervals_of_rows(evaluate, runs.take(torch.arange(first, end)[None]), first, grid)
         if part is None:
             return None
         parts.append(part)
-    lo, hi = torch.cat(parts, 3)[..., : grid.q_len].expand(-1, B, H, -1)
+    lo, hi = torch.cat(parts, 3)[..., : grid.q_len]
     return lo, hi
 
 
@@ -188,42 +272,55 @@ def masked_blocks(runs: Runs) -> Tensor:
     return torch.stack([row // (h * r), row // r % h, row % r, ramps(start, length)], 1)
 
 
-class _RunCollector:
-    """Collects classified tiles in any order and merges them into Runs."""
+class _TileCollector:
+    """Collects classified tiles in any order and merges them into Runs, by rows or by columns: whichever the
+    first tiles have fewer of."""
 
-    def __init__(self, shape: tuple[int, int, int], cols: int) -> None:
-        self.shape, self.cols = shape, cols
-        self.unmerged: list[tuple[Tensor, ...]] = []  # (row, start, end, kind)
-        self.count = 0
+    def __init__(self, lines: tuple[int, int], grid: Grid) -> None:
+        self._lines, self._sizes = lines, (grid.rows, grid.cols)
+        self._tiles: list[Tensor] = []  # rows of (b, h, first row, end, first column, end, kind)
+        self._count = 0
+        self._merged: Runs | None = None
+        self._by_column: bool | None = None
 
     def add(self, tiles: Tensor, kind: Tensor) -> None:
         """Add n tiles in blocks. kind: int64 [n] of Kind or ABSENT."""
-        tiles, kind = tiles[kind != ABSENT], kind[kind != ABSENT]
-        _, heads, rows = self.shape
-        height = tiles[:, 3] - tiles[:, 2]
-        row = ramps((tiles[:, 0] * heads + tiles[:, 1]) * rows + tiles[:, 2], height)
-        self.unmerged.append((row, *(t.repeat_interleave(height) for t in (tiles[:, 4], tiles[:, 5], kind))))
-        self.count += len(row)
-        if self.count > _UNMERGED_RUNS:
-            self.unmerged = [self.runs()._flat()]
-            self.count = len(self.unmerged[0][0])
+        listed = kind != ABSENT
+        self._tiles.append(torch.cat([tiles, kind[:, None]], 1)[listed].int())
+        self._count += len(self._tiles[-1])
+        if self._count > _UNMERGED_TILES:
+            self._merge()
+
+    def _merge(self) -> None:
+        tiles = torch.cat([torch.zeros(0, 7, dtype=torch.int32), *self._tiles]).long()
+        b, h, *ends, kind = tiles.unbind(1)
+        height, width = ends[1] - ends[0], ends[3] - ends[2]
+        if self._by_column is None:
+            self._by_column = bool(width.sum() < height.sum())
+        if self._by_column:
+            ends, height = [*ends[2:], *ends[:2]], width
+        lines, places = self._sizes[::-1] if self._by_column else self._sizes
+        row = ramps((b * self._lines[1] + h) * lines + ends[0], height)
+        columns = [row, *(x.repeat_interleave(height) for x in (ends[2], ends[3], kind))]
+        if self._merged is not None:
+            columns = [torch.cat(pair) for pair in zip(columns, self._merged._flat())]
+        self._merged = Runs._pack((*self._lines, lines), places, *columns)
+        self._tiles, self._count = [], 0
 
     def runs(self) -> Runs:
         """Merge the collected tiles."""
-        empty = (torch.zeros(0, dtype=torch.int64),) * 4
-        columns = (torch.cat(parts) for parts in zip(empty, *self.unmerged, strict=True))
-        return Runs._pack(self.shape, self.cols, *columns)
+        self._merge()
+        assert self._merged is not None
+        return transpose(self._merged) if self._by_column else self._merged
 
 
-def _descend(tiles: Tensor, visit: Callable[[Tensor], Tensor]) -> None:
-    """Visit tiles, then the quarters of tiles for which ``visit`` returned True; at most _TILES at a time."""
-    stack = [tiles]
-    while stack:
-        tiles = stack.pop()
-        if len(tiles) > _TILES:
-            stack += tiles.split(_TILES)
-        elif len(tiles):
-            stack.append(_quarters(tiles[visit(tiles)]))
+def _columns(tiles: Tensor) -> Tensor:
+    """Cut each tile into its columns of blocks."""
+    width = tiles[:, 5] - tiles[:, 4]
+    columns = tiles.repeat_interleave(width, 0)
+    columns[:, 4] = ramps(tiles[:, 4], width)
+    columns[:, 5] = columns[:, 4] + 1
+    return columns
 
 
 def _quarters(tiles: Tensor) -> Tensor:
@@ -248,12 +345,11 @@ def _kinds(evaluate: PairEvaluator, blocks: Tensor, grid: Grid) -> Tensor:
     """Classify single blocks, given as tiles in blocks: int64 [n] of Kind or ABSENT."""
     if not len(blocks):
         return blocks[:, 0]
-    tiles, fraction = grid.to_tokens(blocks), torch.arange(_PROBES) / max(1, _PROBES - 1)
+    tiles, fraction = grid.describe(blocks, 1), torch.arange(_PROBES) / max(1, _PROBES - 1)
     q, kv = (
-        (lo[:, None] + ((hi - lo - 1)[:, None] * fraction).long())
-        for lo, hi in (tiles[:, 2:4].T, tiles[:, 4:6].T)
+        (lo[:, None] + ((hi - lo - 1)[:, None] * fraction).long()) for lo, hi in (tiles.queries, tiles.keys)
     )
-    visible = evaluate(tiles[:, 0], tiles[:, 1], q, kv).flatten(1)
+    visible = evaluate(tiles.b, tiles.h, q, kv).flatten(1)
     has_visible = visible.any(1)
     has_hidden = ~visible.all(1) | grid.has_ragged_block(blocks)  # pairs past the end are hidden
     unsure = (~(has_visible & has_hidden)).nonzero()[:, 0]

@@ -15,6 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SUPPORTED_TYPES = (  # values of other types have no bounds
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+HALF_TYPES = (torch.float16, torch.bfloat16)  # torch rounds operations with Python numbers in another way
 MAX_EXACT = 1 << 51  # up to it, float64 also divides integers exactly: floor(a / b) is the integer quotient
 
 

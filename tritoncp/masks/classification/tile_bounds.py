@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tritoncp.core.tracing import SHAPE_ONLY, Mod, graph_of, is_read
+from tritoncp.core.tracing import SHAPE_ONLY, Mod, ancestors, dtype_of, graph_of, operation_name, result_of
 from tritoncp.masks.classification.interval_arithmetic import (
     BOOL_RULES,
     COPIES,
+    HALF_TYPES,
     OPERAND_RULES,
     RESULT_RULES,
+    SUPPORTED_TYPES,
     Rule,
     ValueRange,
     cast_range,
@@ -29,12 +31,6 @@ from tritoncp.masks.classification.interval_arithmetic import (
     tensor_min,
     unknown_range,
 )
-
-SUPPORTED_TYPES = (  # values of other types have no bounds
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-)  # fmt: skip
-HALF_TYPES = (torch.float16, torch.bfloat16)  # torch rounds operations with Python numbers in another way
 
 
 class PartialIndex(NamedTuple):
@@ -48,25 +44,41 @@ class PartialIndex(NamedTuple):
 Value = Tensor | ValueRange | PartialIndex | None  # None: a tensor with dimensions and without bounds
 
 
-class Bounds:
-    """A traced mask_mod that can be bounded over tiles. Captured tensors are read at construction.
+def trace(mask_mod: Mod, device: str | torch.device = "cpu") -> fx.GraphModule | None:
+    """Return the graph of a mask_mod, which captures tensors on ``device``; None if the mask_mod has to be
+    evaluated pair by pair."""
+    graph = graph_of(mask_mod, device)
+    if graph is None:
+        return None
+    nodes, output = list(graph.graph.nodes), result_of(graph)
+    is_bool = isinstance(output, fx.Node) and dtype_of(output) is torch.bool
+    scalar_bool = is_bool and not output.meta["val"].ndim
+    random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes)
+    mutates = any(map(_is_mutation, nodes))  # ranges of aliases would be stale
+    captures = [getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"]
+    tensors_only = all(isinstance(capture, Tensor) for capture in captures)  # torch.cond captures graphs
+    return graph if scalar_bool and tensors_only and not random and not mutates else None
 
-    >>> bounds = Bounds.of(lambda b, h, q, kv: q >= kv)
+
+class Bounds:
+    """A bool in the graph of a mask_mod, its result by default, that can be bounded over tiles. Captured
+    tensors are read at construction.
+
+    >>> bounds = Bounds(trace(lambda b, h, q, kv: q >= kv))
     >>> zero, q, kv = torch.zeros(3).long(), torch.tensor([0, 0, 4]), torch.tensor([0, 4, 0])
     >>> some, every = bounds(zero, zero, q, q + 4, kv, kv + 4)
     >>> some.tolist(), every.tolist()     # on the diagonal, above it, below it
     ([True, False, True], [False, False, True])
     """
 
-    def __init__(self, graph: fx.GraphModule, output: fx.Node) -> None:
-        self._output = output
+    def __init__(self, graph: fx.GraphModule, value: fx.Node | None = None) -> None:
+        self._bounded = result_of(graph) if value is None else value
         self._constants: dict[fx.Node, Value] = {}  # results that do not depend on the tile
         self._steps: list[tuple[fx.Node, RuledOperation | None]] = []  # operations that depend on the tile
         self._varies: dict[fx.Node, bool] = {}  # whether a result varies inside a tile
-        self._tables: dict[tuple[int, tuple[bool, ...]], _Pyramid] = {}
+        self._tables: dict[tuple[int, tuple[bool, ...]], Pyramid] = {}
         self._indices = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        self.reads = is_read(self._indices[0]), is_read(self._indices[1])  # b, h
-        for node in graph.graph.nodes:
+        for node in ancestors(graph, [self._bounded]):
             self._varies[node] = node in self._indices[2:] or any(
                 self._varies[operand] for operand in node.all_input_nodes
             )
@@ -74,28 +86,6 @@ class Bounds:
                 self._constants[node] = getattr(graph, str(node.target)).detach().cpu()
             elif node.op == "call_function":
                 self._fold(node)
-
-    @classmethod
-    def of(cls, mask_mod: Mod, device: str | torch.device = "cpu") -> Bounds | None:
-        """Trace a mask_mod; None if it cannot be traced, and has to be evaluated pair by pair.
-
-        device: of the tensors that it captures; they are copied to the CPU.
-        """
-        graph = graph_of(mask_mod, device)
-        if graph is None:
-            return None
-        nodes = list(graph.graph.nodes)
-        output = nodes[-1].args[0]
-        random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes)
-        is_bool = isinstance(output, fx.Node) and _dtype(output) is torch.bool
-        scalar_bool = is_bool and not output.meta["val"].ndim
-        captures = [getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"]
-        tensors_only = all(isinstance(capture, Tensor) for capture in captures)
-        if not scalar_bool or random or not tensors_only:  # torch.cond captures graphs
-            return None
-        bounds = cls(graph, output)
-        mutates = any(_is_mutation(node) for node, _ in bounds._steps)  # ranges of aliases would be stale
-        return None if mutates else bounds
 
     def __call__(
         self, b: Tensor, h: Tensor, q0: Tensor, q1: Tensor, k0: Tensor, k1: Tensor
@@ -109,20 +99,20 @@ class Bounds:
             values[node] = ValueRange(lo.double(), hi.double(), torch.int64)
         for node, step in self._steps:
             values[node] = self._value(node, step, values)
-        visible = self._range(self._output, values, torch.bool) or unknown_range(torch.bool)
+        visible = self._range(self._bounded, values, torch.bool) or unknown_range(torch.bool)
         return visible.hi.expand(len(b)), visible.lo.expand(len(b))
 
     def _fold(self, node: fx.Node) -> None:
         """Compute an operation now if it does not depend on the tile, else append it to the steps."""
         operands = node.all_input_nodes
-        if _op_name(node) in SHAPE_ONLY:
-            inputs = {n: torch.zeros(n.meta["val"].shape, dtype=_dtype(n)) for n in operands}
+        if operation_name(node) in SHAPE_ONLY:
+            inputs = {n: torch.zeros(n.meta["val"].shape, dtype=dtype_of(n)) for n in operands}
         else:
             inputs = {n: v for n in operands if isinstance(v := self._constants.get(n), Tensor)}
         if len(inputs) < len(operands):
-            mixed = any(_dtype(n) is not _dtype(o) for n in inputs for o in operands)
+            mixed = any(dtype_of(n) is not dtype_of(o) for n in inputs for o in operands)
             # with a constant operand of another dtype, vmap promotes these in another way than the trace
-            ambiguous = mixed and _op_name(node) in (*OPERAND_RULES, "where", "clamp")
+            ambiguous = mixed and operation_name(node) in (*OPERAND_RULES, "where", "clamp")
             self._steps.append((node, None if ambiguous else _plan_step(node)))
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
@@ -135,7 +125,7 @@ class Bounds:
         if not isinstance(val, Tensor) or val.dtype not in SUPPORTED_TYPES:  # several results, or no bounds
             return None
         dtype = val.dtype
-        if _op_name(node) in GATHERS:
+        if operation_name(node) in GATHERS:
             return self._gather(node, values)
         if val.ndim:
             return None
@@ -154,13 +144,13 @@ class Bounds:
 
     def _index(self, arg: Any, values: dict[fx.Node, Value]) -> ValueRange | None:
         """Return the range of an index; None for a slice and for a boolean mask."""
-        selects = isinstance(arg, fx.Node) and _dtype(arg) in (torch.bool, torch.uint8)
+        selects = isinstance(arg, fx.Node) and dtype_of(arg) in (torch.bool, torch.uint8)
         return None if arg is None or selects else self._range(arg, values, torch.int64)
 
     def _gather(self, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
         """Bound ``table[index, ...]``: a PartialIndex until every dimension of the table has an index."""
         source, indices = values[node.args[0]], node.args[1]  # type: ignore[index]
-        if _op_name(node) == "select":
+        if operation_name(node) == "select":
             indices = [node.args[2]] if indices == 0 else [None]
         ranges = [self._index(i, values) for i in indices]  # type: ignore[union-attr]
         if isinstance(source, Tensor):
@@ -173,11 +163,11 @@ class Bounds:
             return part
         key = id(part.table), part.varies  # self._constants keeps the table alive
         if key not in self._tables:
-            self._tables[key] = _Pyramid(part.table, part.varies)
+            self._tables[key] = Pyramid(part.table, part.varies)
         return self._tables[key](part.indices)
 
 
-class _Pyramid:
+class Pyramid:
     """Least and greatest element within any box of a table, from levels that are halved in turn (a mip map).
 
     In each dimension two cells of the least 2^k >= the box's length cover the box. Dimensions whose index
@@ -266,7 +256,7 @@ class RuledOperation(NamedTuple):
 
 def _plan_step(node: fx.Node) -> RuledOperation | None:
     """Return the rule and operands that bound one operation; None if there is no rule for it."""
-    name, args = _op_name(node), list(node.args)
+    name, args = operation_name(node), list(node.args)
     if not isinstance(node.meta["val"], Tensor) or (name == "rsub" and len(args) > 2):  # its alpha
         return None
     result: torch.dtype = node.meta["val"].dtype
@@ -296,16 +286,8 @@ def _is_mutation(node: fx.Node) -> bool:
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
-def _op_name(node: fx.Node) -> str:
-    return getattr(node.target, "_opname", "")
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    return getattr(node.meta["val"], "dtype", None)
-
-
 def _comparison_dtype(args: Sequence[Any]) -> torch.dtype:
     """Return the type in which operands are compared; int64 for bools."""
-    examples = (torch.empty((), dtype=_dtype(arg)) if isinstance(arg, fx.Node) else arg for arg in args)
+    examples = (torch.empty((), dtype=dtype_of(arg)) if isinstance(arg, fx.Node) else arg for arg in args)
     dtype = torch.result_type(*examples)
     return torch.int64 if dtype is torch.bool else dtype
