@@ -2,7 +2,7 @@
 
 Triton's `//` and `%` truncate towards zero; torch's round to minus infinity. Kernels also evaluate masked
 positions, so nothing traps: integer division by zero, for which torch raises, gives an unspecified value.
-Functions of libdevice are called from it; Triton's interpreter has none of them.
+Emitted mods take `libdevice` from here too: Triton's where kernels are compiled, torch's where interpreted.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
+
+if triton.knobs.runtime.interpret:
+    from tritoncp.mods.translate.interpreted_libdevice import libdevice
+else:
+    from triton.language.extra import libdevice
 
 
 @triton.jit
