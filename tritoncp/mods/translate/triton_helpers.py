@@ -25,6 +25,18 @@ def flag(condition):
 
 
 @triton.jit
+def trunc_div(a, b):
+    """Integer division, rounded towards zero; an unspecified value, not a trap, for b = 0."""
+    return a // tl.where(b == 0, 1, b)
+
+
+@triton.jit
+def trunc_mod(a, b):
+    """torch.fmod of integers, with the sign of a; an unspecified value, not a trap, for b = 0."""
+    return a % tl.where(b == 0, 1, b)
+
+
+@triton.jit
 def floor_mod(a, b):
     """torch.remainder of integers, with the sign of b; an unspecified value, not a trap, for b = 0."""
     b = tl.where(b == 0, 1, b)
@@ -45,6 +57,12 @@ def remainder(a, b):
     """torch.remainder of floats; the result has the sign of b."""
     r = libdevice.fmod(a, b)
     return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def float_trunc_div(a, b):
+    """Division of floats, rounded to nearest, then towards zero."""
+    return libdevice.trunc(tl.div_rn(a, b) if a.dtype == tl.float32 else a / b)
 
 
 @triton.jit
