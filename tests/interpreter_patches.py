@@ -142,8 +142,8 @@ def languages_of(fn: Any) -> list[Any]:
     languages = LANGUAGES.get(fn)
     if languages is None:
         modules = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
-        languages = [module for module in modules if module is tl or module is tl.core]
-        LANGUAGES[fn] = languages = languages or [tl]
+        LANGUAGES[fn] = languages = [module for module in modules if module is tl or module is tl.core]
+        assert languages, "triton.language must be visible from within jit'd function"  # as in Triton
     return languages
 
 
