@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tritoncp.core.host_copy import host
+from tritoncp.core.host_copy import host, no_saved_tensor_hooks
 from tritoncp.core.user_code import check_result, explained_errors
 
 aten = torch.ops.aten
@@ -38,12 +38,12 @@ with ThreadPoolExecutor(1) as _thread:
 
 @contextmanager
 def fresh_dispatch() -> Iterator[None]:
-    """Context inside an op with the dispatch keys of a new thread, and without gradients.
+    """Context inside an op with the dispatch keys of a new thread, without gradients and saved-tensor hooks.
 
     An op runs below autograd, and under a dispatch mode (the first call of a compiled graph, selective
     checkpointing) also below functorch; translation of mods and the CPU engine need both.
     """
-    with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad(), host():
+    with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad(), host(), no_saved_tensor_hooks():
         yield
 
 

@@ -22,11 +22,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from tritoncp.core.host_copy import plain_autograd
 from tritoncp.core.tracing import TensorIndexing
 from tritoncp.core.user_code import (
     HAS_DATA_DEPENDENT_SHAPE,
@@ -122,13 +122,11 @@ def _record(
         grads = torch.autograd.grad(out, [score, *leaves], dscore, allow_unused=True)
         return out, torch.zeros_like(score) if grads[0] is None else grads[0], *grads[1:]
 
-    # The caller's saved-tensor hooks, as for offloading, must not see fake tensors. torch's
-    # cache of fake results is off: it is unbounded, with an entry for each value of a captured number.
+    # torch's cache of fake results is unbounded, with an entry for each value of a captured number.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False
-    hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(is_score), hooks, fake:
+        with plain_autograd(), torch.set_grad_enabled(is_score), fake:
             indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
             if is_score:
                 recorder.detaches = True
