@@ -5,8 +5,6 @@
 - For every sum and product of integers it computes an overflow check, which counts only in debug mode.
 - It makes a table of types for each constant, a dictionary of keywords for each call, and types and shapes
   for each tensor.
-
-The interpreter lacks libdevice: torch computes its functions in float64.
 """
 
 from __future__ import annotations
@@ -18,13 +16,9 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from triton import language as tl
-from triton.language.extra import libdevice
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-
-from tritoncp.mods.translate.pointwise_ops import LIBDEVICE
 
 numpy_dtype: Callable[[tl.dtype], Any] = interpreter._get_np_dtype
 replace_language: Callable[..., Any] = interpreter._patch_lang
@@ -47,24 +41,6 @@ def install() -> None:
     tl.tensor.__init__ = initialise_tensor
     TritonSemantic.broadcast_impl_value = broadcast_unequal
     tl.core._unwrap_if_constexpr = unwrap_once
-    pairs = "copysign", "atan2", "fmod", "hypot", "pow"
-    for name in (*LIBDEVICE, *pairs, "trunc", "tanh"):
-        setattr(libdevice, name, interpreted(getattr(torch, name)))
-    libdevice.rint = interpreted(torch.round)
-
-
-def interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., tl.tensor]:
-    """The function of libdevice that torch computes."""
-
-    def call(*operands: tl.tensor) -> tl.tensor:
-        shaped = tl.broadcast(*operands) if len(operands) == 2 else operands
-        result = function(*(torch.from_numpy(x.handle.data).double() for x in shaped))
-        dtype = shaped[0].dtype if result.is_floating_point() else tl.int32
-        data = result.numpy().astype(get_numpy_dtype(dtype))
-        kind = get_block_type(None, dtype, shaped[0].shape) if shaped[0].type.is_block() else dtype
-        return tl.tensor(interpreter.TensorHandle(data, dtype), kind)
-
-    return call
 
 
 PLAIN = {int, bool, float, str, type(None), tl.dtype, tl.block_type, tl.pointer_type, tl.tensor}
@@ -166,8 +142,8 @@ def languages_of(fn: Any) -> list[Any]:
     languages = LANGUAGES.get(fn)
     if languages is None:
         modules = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
-        languages = [module for module in modules if module is tl or module is tl.core]
-        LANGUAGES[fn] = languages = languages or [tl]
+        LANGUAGES[fn] = languages = [module for module in modules if module is tl or module is tl.core]
+        assert languages, "triton.language must be visible from within jit'd function"  # as in Triton
     return languages
 
 

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritoncp
 from tests.api.compiled_calls import Compiled, attend, x_of
+from tritoncp.mods import Untranslatable
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
 
@@ -328,3 +329,19 @@ def test_flex_attention_compiled_itself():
         assert torch.equal(fast(x, x, x, mod), tritoncp.flex_attention(x, x, x, mod))
         assert counter.frame_count == graphs
         torch._dynamo.reset()
+
+
+MISTAKES = {
+    "returns torch.bool; a score_mod must return a number": lambda s, b, h, i, j: i >= j,
+    r"takes \(b, h, i\); a mask_mod takes": lambda b, h, i: i,
+    "must not write to what it captures": lambda s, b, h, i, j: (TABLE.add_(1), s)[1],
+}
+TABLE = torch.zeros(2)
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_in_a_score_mod_is_named_inside_graphs_too(text, engine):
+    for call in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        with pytest.raises((TypeError, Untranslatable), match=text):
+            call(x_of(), MISTAKES[text])
+    assert not TABLE.any()

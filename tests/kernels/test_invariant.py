@@ -55,19 +55,21 @@ def inputs(length: int = LENGTH, batch: int = 1, heads: Any = (2, 1), dtype: Any
 
 
 def attend(x: list[Tensor], mask: Mask, world: int = 1, schedule: str = "fetch", balancer: str | None = None,
-           **options: Any) -> Answer:  # fmt: skip
-    """Attend with the option in a simulated world, with a score_mod."""
+           sinks: Tensor | None = None, **options: Any) -> Answer:  # fmt: skip
+    """Attend with the option in a simulated world."""
     simulated = tritoncp.simulate(world)
     plan = simulated.make_plan(mask, schedule=schedule, balancer=balancer)
     leaves = [one.clone().requires_grad_() for one in x[:3]]
     shards = [simulated.shard(t, plan, dim=2, side=side) for t, side in zip(leaves, ("q", "kv", "kv"))]
     outs, aux = simulated.flex_attention(
-        *shards, plan, enable_gqa=True, return_aux=AUX, kernel_options={"invariant": True, **options}
-    )
+        *shards, plan, enable_gqa=True, return_aux=AUX, sinks=sinks,
+        kernel_options={"invariant": True, **options},
+    )  # fmt: skip
     for rank, (*values, lse, top) in enumerate(zip(outs, aux.lse, aux.max_scores)):
         padding = ~plan.for_rank(rank).valid[0]
         assert not any(bool(x[:, :, padding].any()) for x in values)
-        assert all(bool((x[:, :, padding] == -math.inf).all()) for x in (lse, top))
+        stats = [top] if sinks is not None else [lse, top]
+        assert all(bool((x[:, :, padding] == -math.inf).all()) for x in stats)
     out, lse, top = (simulated.unshard(parts, plan, dim=2) for parts in (outs, aux.lse, aux.max_scores))
     grads = torch.autograd.grad((out, lse), leaves, (x[3], x[4]))
     return Answer(*(one.detach() for one in (out, lse, top)), *grads)
@@ -83,10 +85,11 @@ def same(got: Any, want: Any, count: int) -> None:
 def test_bits_do_not_depend_on_ranks_schedule_and_placement(name: str, world: tuple[int, str, Any]) -> None:
     heads = (4, 4) if world[1] == "ulysses" else (2, 1)
     x, mask = inputs(LENGTH, 2 if name in BY_ROW else 1, heads), mask_of(name)
-    alone, got = attend(x, mask, **TILES), attend(x, mask, *world, **TILES)
+    sinks = None if name in ("causal", "window") else torch.randn(heads[0])
+    alone, got = (attend(x, mask, *place, sinks=sinks, **TILES) for place in ((), world))
     same(got, alone, 6 if world[1] == "ulysses" and world[0] <= 4 else 4)
     leaves = [one.double().requires_grad_() for one in x[:3]]
-    exact = dense_attention(*leaves, mask)
+    exact = dense_attention(*leaves, mask, sinks=sinks)
     grads = torch.autograd.grad((exact.out, exact.lse), leaves, (x[3].double(), x[4].double()))
     for a, b in zip((got.out, *got[3:]), (exact.out, *grads), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=0.03 * float(b.detach().abs().max()))
@@ -111,14 +114,14 @@ def test_bits_do_not_depend_on_neighbours(dtype: torch.dtype, options: dict[str,
         same([one[:, :, start : start + length] for one in packed], alone, 4)
 
 
-def rank_bits(group: Any, x: list[Tensor]) -> list[list[Tensor]]:
+def rank_bits(group: Any, x: list[Tensor], sinks: Tensor) -> list[list[Tensor]]:
     """Return out, lse and the gradients of calls of one rank, joined."""
     results = []
     for schedule in ("allgather", "ulysses"):
         plan = tritoncp.make_plan(mask_of("causal"), group, schedule=schedule, balancer=None)
         leaves = [tritoncp.shard(one, plan, dim=2).requires_grad_() for one in x[:3]]
         options = {"enable_gqa": True, "return_lse": True, "kernel_options": {"invariant": True, **TILES}}
-        out, lse = flex_attention(*leaves, plan, group, **options)
+        out, lse = flex_attention(*leaves, plan, group, sinks=sinks, **options)
         cotangents = [tritoncp.shard(one, plan, dim=2) for one in x[3:]]
         parts = out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, cotangents)
         results.append([tritoncp.unshard(one, plan, group, dim=2) for one in parts])
@@ -127,15 +130,15 @@ def rank_bits(group: Any, x: list[Tensor]) -> list[list[Tensor]]:
 
 @pytest.mark.interpreted
 def test_real_ranks_and_graphs() -> None:
-    x, mask = inputs(heads=(4, 2)), mask_of("causal")
-    alone = attend(x, mask, **TILES)
-    for results in ranks.run(2, rank_bits, x):
+    x, mask, sinks = inputs(heads=(4, 2)), mask_of("causal"), torch.randn(4)
+    alone = attend(x, mask, sinks=sinks, **TILES)
+    for results in ranks.run(2, rank_bits, x, sinks):
         for (out, lse, *grads), count in zip(results, (4, 6), strict=True):
             same((out, lse, alone.max_scores, *grads), alone, count)
     leaves = [one.clone().requires_grad_() for one in x[:3]]
     fast = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
     options = {"enable_gqa": True, "kernel_options": {"invariant": True, **TILES}}
-    out, aux = fast(*leaves, mask, return_aux=AUX, **options)
+    out, aux = fast(*leaves, mask, return_aux=AUX, sinks=sinks, **options)
     grads = torch.autograd.grad((out, aux.lse), leaves, (x[3], x[4]))
     same((out, aux.lse, aux.max_scores, *grads), alone, 6)
 

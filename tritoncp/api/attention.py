@@ -89,7 +89,7 @@ class Options(NamedTuple):
         """Return the requested results, sinks included: out, (out, lse) or (out, AuxOutput)."""
         out, lse, *tops = outs
         if self.sinks is not None:
-            out, lse = with_sinks(out, lse, self.sinks)
+            out, lse = with_sinks(out, lse, self.sinks, bool((self.kernel_options or {}).get("invariant")))
         if (aux := self.return_aux) is not None:
             return out, AuxOutput(lse=lse if aux.lse else None, max_scores=tops[0] if tops else None)
         return (out, lse) if self.return_lse else out

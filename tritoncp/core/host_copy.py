@@ -14,6 +14,7 @@ from torch._C import _is_any_autocast_enabled
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.core.dynamo_boundary import untraced
@@ -28,13 +29,13 @@ def has_default_device() -> bool:
 
 
 def has_modes() -> bool:
-    """Return whether the caller has a mode that affects operations: another default device, autocast, a
-    transform of torch.func, or a dispatch mode, as for fake tensors, tracing and counting. Under Dynamo only
-    the first counts: others act on the graph when it runs."""
+    """Return whether the caller has a mode that affects operations: a function mode, as a default device,
+    autocast, a transform of torch.func, or a dispatch mode, as for fake tensors, tracing and counting. Under
+    Dynamo only another default device counts: others act on the graph when it runs."""
     if torch.compiler.is_dynamo_compiling():
         return has_default_device()
-    modes = torch._C._len_torch_dispatch_stack() > 0 or _is_any_autocast_enabled()
-    return modes or peek_interpreter_stack() is not None or has_default_device()
+    modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+    return modes or _is_any_autocast_enabled() or peek_interpreter_stack() is not None
 
 
 def makes_inference_tensors() -> bool:
@@ -53,19 +54,35 @@ def host() -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def _without_modes() -> Iterator[None]:
-    device = torch.device("cpu") if has_default_device() else contextlib.nullcontext()
     if torch.compiler.is_dynamo_compiling():
-        with device:
+        with torch.device("cpu"):
             yield
         return
     transforms = temporarily_clear_interpreter_stack()  # those of torch.func
     # Dynamo does not compile frames under dispatch modes; without the modes it would.
     callback = set_eval_frame(None)
     try:
-        with transforms, _disable_current_modes(), torch._C._DisableAutocast(), device, normal_tensors():
+        with (
+            transforms,
+            _no_function_modes(),
+            _disable_current_modes(),
+            torch._C._DisableAutocast(),
+            normal_tensors(),
+        ):
             yield
     finally:
         set_eval_frame(callback)
+
+
+@contextlib.contextmanager
+def _no_function_modes() -> Iterator[None]:
+    """Context without function modes, of which the default device is one."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 @contextlib.contextmanager
@@ -81,6 +98,42 @@ def normal_tensors() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():  # inference_mode(False) alone would record gradients
         yield
+
+
+@contextlib.contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Context without the caller's saved-tensor hooks, as for offloading of activations: they must not see
+    fake tensors, and torch.func refuses them.
+
+    >>> with torch.autograd.graph.saved_tensors_hooks(print, print), no_saved_tensor_hooks():
+    ...     _ = torch.ones(1, requires_grad=True).exp()
+    """
+    hooks, autograd = [], torch._C._autograd
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        refusal = autograd._saved_tensors_hooks_get_disabled_error_message() if hooks else None
+        if refusal is not None:  # a compiled region that has the hooks in its graph refuses new ones
+            autograd._saved_tensors_hooks_enable()
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+        if refusal is not None:
+            autograd._saved_tensors_hooks_disable(refusal, False)
+
+
+@contextlib.contextmanager
+def plain_autograd() -> Iterator[None]:
+    """Context in which a run can be recorded with its gradient: without the caller's saved-tensor hooks and
+    anomaly detection, which reads values of gradients."""
+    with torch.inference_mode(False), no_saved_tensor_hooks():
+        if not torch.is_anomaly_enabled():
+            yield
+            return
+        with torch.autograd.set_detect_anomaly(False):
+            yield
 
 
 def on_host(call: Callable[P, T]) -> Callable[P, T]:

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tritoncp.core.host_copy import host
-from tritoncp.core.user_code import check_result, explained_errors
+from tritoncp.core.host_copy import host, no_saved_tensor_hooks
+from tritoncp.core.user_code import call_mod, check_result, explained_errors
 
 aten = torch.ops.aten
 Mod = Callable[..., Tensor]
@@ -38,12 +38,12 @@ with ThreadPoolExecutor(1) as _thread:
 
 @contextmanager
 def fresh_dispatch() -> Iterator[None]:
-    """Context inside an op with the dispatch keys of a new thread, and without gradients.
+    """Context inside an op with the dispatch keys of a new thread, without gradients and saved-tensor hooks.
 
     An op runs below autograd, and under a dispatch mode (the first call of a compiled graph, selective
     checkpointing) also below functorch; translation of mods and the CPU engine need both.
     """
-    with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad(), host():
+    with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad(), host(), no_saved_tensor_hooks():
         yield
 
 
@@ -112,7 +112,7 @@ def vmapped(mod: Mod, *levels: InDims) -> Mod:
     kind = {4: "mask_mod", 5: "score_mod"}.get(len(levels[0]), "function")
 
     def element(*args: Tensor) -> Tensor:
-        return check_result(mod(*args), mod, kind)
+        return check_result(call_mod(mod, kind, *args), mod, kind)
 
     batched = element
     for in_dims in levels:
@@ -153,7 +153,8 @@ class WideGradients(torch.fx.Interpreter):
 
 
 class GraphRecorder(TorchDispatchMode):
-    """Dispatch mode that records the aten operations of a function as a torch.fx graph.
+    """Dispatch mode that records the aten operations of a function as a torch.fx graph; it raises
+    RuntimeError in place of a write to a captured tensor.
 
     graph: the recorded operations; root: the module whose attributes are tensors that are neither arguments
     nor results. `node.meta["val"]` is a result without data. The graph is that of torch's `make_fx`, which
@@ -194,6 +195,8 @@ class GraphRecorder(TorchDispatchMode):
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
+        if self._writes_capture(func, args, kwargs):
+            raise RuntimeError(f"{func} writes to a captured tensor")
         nodes = [self._nodes.get(id(leaf)) for leaf in tree_leaves((args, kwargs))]
         inputs = [node for node in nodes if node is not None and node.op != "get_attr"]
         is_constant = self._constants.issuperset(inputs)
@@ -214,6 +217,19 @@ class GraphRecorder(TorchDispatchMode):
         if func is aten.lift_fresh.default or (inputs and is_constant and not random):
             self._constants.add(node)
         return out
+
+    def _writes_capture(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether an operation writes to a captured tensor or to a view of one."""
+        for tensor in written_tensors(func, args, kwargs):
+            node = self._nodes.get(id(tensor))
+            while node is not None and node.op == "call_function" and is_view(node.target):
+                node = node.all_input_nodes[0]
+            if node is None or self._is_capture(node):
+                return True
+        return False
+
+    def _is_capture(self, node: torch.fx.Node) -> bool:
+        return node.op == "get_attr"
 
     def _lift(self, value: Tensor) -> torch.fx.Node:
         """Add the node of a constant tensor of Python numbers."""
@@ -239,6 +255,24 @@ class GraphRecorder(TorchDispatchMode):
             node.meta["val"] = out
             for index, item in enumerate(out):
                 self._note(item, self.graph.call_function(operator.getitem, (node, index)))
+
+
+def is_view(func: Any) -> bool:
+    """Return whether an operation's result is a view of an operand."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable or func is aten.lift_fresh.default:
+        return False
+    return any(result.alias_info for result in schema.returns)
+
+
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
+    written = (a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return [x for x in tree_leaves([given.get(name) for name in written]) if isinstance(x, Tensor)]
 
 
 def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.GraphModule | None:

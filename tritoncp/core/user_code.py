@@ -8,6 +8,7 @@ below.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 import traceback
@@ -25,6 +26,11 @@ READS_VALUE = (
 IS_RANDOM = "random numbers differ at every evaluation"
 HAS_DATA_DEPENDENT_SHAPE = "the shape of its result depends on data"
 
+MUST_NOT_WRITE = (
+    "a mod must not write to what it captures, as it runs for pairs in any order and any number of times"
+)
+SIGNATURES = {"mask_mod": "(b, h, q_idx, kv_idx)", "score_mod": "(score, b, h, q_idx, kv_idx)"}
+
 _SINGLE = "it is called for single elements (use operations on elements, as == for torch.equal)"
 
 # Pattern of torch.vmap's error message -> (operation in the user's function, reason why it fails).
@@ -32,6 +38,10 @@ _REFUSALS = {
     r"inplace arithmetic|doesn't match the broadcast shape": (
         "an edit in place by a value that differs at more pairs than the edited tensor",
         "it has no room for the results; write x = x + y for x += y",
+    ),
+    r"is not possible because there exists a Tensor `other`": (
+        "a write to a tensor that all pairs share",
+        f"{MUST_NOT_WRITE} (return the value; for a tensor made inside use torch.where)",
     ),
     r"data-dependent control flow": (
         "`if`, `and`, `or`, `not`, `in`, max(), min() or bool() of a tensor, or a chained comparison",
@@ -103,9 +113,34 @@ def last_user_line(stack: Sequence[traceback.FrameSummary], default: str) -> str
     return lines[-1] if lines else default
 
 
+def call_mod(fn: Callable[..., Any], kind: str, *arguments: Any) -> Any:
+    """Call a user's function; raise TypeError that names the signature of its ``kind`` if it has another."""
+    try:
+        return fn(*arguments)
+    except TypeError as error:
+        if kind in SIGNATURES and (names := _other_signature(fn, len(arguments))) is not None:
+            needed = " and ".join(f"a {name} takes {text}" for name, text in SIGNATURES.items())
+            raise TypeError(f"the {kind} at {origin(fn)} takes ({names}); {needed}, by position") from error
+        raise
+
+
+def _other_signature(fn: Callable[..., Any], count: int) -> str | None:
+    """Return the parameters of a function that cannot be called with ``count`` positional arguments."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin
+        return None
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        bare = (p.replace(annotation=p.empty) for p in signature.parameters.values())
+        return str(inspect.Signature([*bare]))[1:-1]
+    return None
+
+
 def check_result(out: Any, fn: Any, kind: str = "mask_mod", ndim: int = 0) -> Tensor:
     """Return the result of a user's function; raise TypeError unless it is a tensor of at most ``ndim``
-    dimensions (and of bool, for a mask_mod).
+    dimensions, of bool for a mask_mod and of numbers for a score_mod.
 
     kind: of the function, "mask_mod", "score_mod", or another name for messages. ndim: of the arguments, 0
     for scalars
@@ -131,6 +166,11 @@ def check_result(out: Any, fn: Any, kind: str = "mask_mod", ndim: int = 0) -> Te
         raise TypeError(
             f"the mask_mod at {origin(fn)} returns {out.dtype}; a mask_mod must return bool: compare, as "
             "q_idx >= kv_idx, or call .bool()"
+        )
+    if kind == "score_mod" and out.dtype == torch.bool:
+        raise TypeError(
+            f"the score_mod at {origin(fn)} returns torch.bool; a score_mod must return a number: hide pairs "
+            "by a mask, create_block_mask(mask_mod, ...), or by torch.where(visible, score, -math.inf)"
         )
     return out
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.tracing import reads_batch_or_head
-from tritoncp.core.user_code import check_result
+from tritoncp.core.user_code import call_mod, check_result
 
 MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Intervals = tuple[Tensor, Tensor]  # (lo, hi), see MaskMod.intervals
@@ -102,7 +102,7 @@ class _Combination(MaskMod):
     def _part_visible(self, index: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Evaluate a part, which may return a Python bool, as in torch's and_masks. Raises TypeError for a
         result of another type."""
-        visible: Any = self.parts[index](b, h, q_idx, kv_idx)
+        visible: Any = call_mod(self.parts[index], "mask_mod", b, h, q_idx, kv_idx)
         if isinstance(visible, bool):
             return torch.full_like(q_idx, visible, dtype=torch.bool)
         ndim = max(x.ndim if isinstance(x, Tensor) else 0 for x in (b, h, q_idx, kv_idx))

@@ -77,7 +77,7 @@ class Mod:
                 "a hand-written @triton.jit mod cannot be called in torch: pass it to flex_attention, or "
                 "write it in Python"
             )
-        return self.graph(*arguments, *self.tensors, *self.numbers)
+        return self.graph.forward(*arguments, *self.tensors, *self.numbers)  # without hooks of all modules
 
     def __post_init__(self) -> None:
         # `structure_of` finds the Mod without captures as long as any Mod of its digest is alive.

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from tritoncp.core.host_copy import on_host
+from tritoncp.core.host_copy import on_host, plain_autograd
 from tritoncp.core.tracing import GraphRecorder, TensorIndexing
 from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint, ModState
@@ -63,12 +62,10 @@ def record(
 
     None if fn cannot run on 0-d tensors.
     """
-    # Mask the caller's saved-tensor hooks, as for offloading of activations.
-    hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     for index in (0, 1):  # index 0 fails if fn divides by it, index 1 if fn reads a table of one entry
         recorder = GraphRecorder()
         try:
-            with torch.inference_mode(False), torch.set_grad_enabled(is_score), hooks, TensorIndexing():
+            with plain_autograd(), torch.set_grad_enabled(is_score), TensorIndexing():
                 arguments = [torch.full((), index, dtype=torch.int64, device=device) for _ in range(4)]
                 if is_score:
                     arguments.insert(0, torch.ones((), dtype=dtype, device=device, requires_grad=True))

@@ -21,7 +21,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tritoncp.core.host_copy import has_default_device
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.ops import flop_formulas
 
@@ -58,7 +57,7 @@ def call_op(op: Any, *args: Any) -> Any:
 
 DISPATCH_MODES = (  # functions that return a true value while a mode, functorch, autocast, ... is active
     torch._C._len_torch_dispatch_stack,
-    has_default_device,
+    torch._C._len_torch_function_stack,
     torch._C._functorch.peek_interpreter_stack,
     torch._C._is_any_autocast_enabled,
     torch._C._get_tracing_state,
@@ -69,9 +68,9 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def needs_dispatcher(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a call has to go through torch's dispatcher: under dispatch modes, functorch, autocast,
-    tracing, inference mode, profilers or another default device, and for tensor subclasses, meta tensors and
-    lazily negated or zero tensors."""
+    """Return whether a call has to go through torch's dispatcher: under dispatch and function modes (a
+    default device is one), functorch, autocast, tracing, inference mode and profilers, and for tensor
+    subclasses, meta tensors and lazily negated or zero tensors."""
     for is_active in DISPATCH_MODES:
         if is_active():
             return True

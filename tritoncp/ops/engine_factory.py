@@ -141,10 +141,11 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
         return CpuEngine(call.scale, _check_torch_form(mask), **settings)
     captures = call.score_tensors
     wide, targets = torch.promote_types(dtype, torch.float32), [captures[i] for i in score.wants]
-    run: Any = score.graph
-    own_gradients, back = run.meta.get("own_gradients", ((), None))
+    graph: Any = score.graph
+    run = graph.forward  # not as a module, since hooks of all modules would see it
+    own_gradients, back = graph.meta.get("own_gradients", ((), None))
     if any(x.dtype.itemsize < wide.itemsize for x in targets):
-        run = WideGradients(run, wide).run
+        run = WideGradients(graph, wide).run
         targets = [x.to(torch.promote_types(x.dtype, wide)) for x in targets]
     if own_gradients and score.wants and grads:
         raise NotImplementedError(
@@ -160,7 +161,8 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
         constants = *inner, *score.numbers
         if not own_gradients or score.wants:
             return lambda *indices: run(*indices, *constants)
-        return partial(OwnGradient.apply, lambda *x: run(*x, *constants), lambda *x: back(*x, *constants))
+        pull = back.forward
+        return partial(OwnGradient.apply, lambda *x: run(*x, *constants), lambda *x: pull(*x, *constants))
 
     return CpuEngine(call.scale, _check_torch_form(mask), bind, targets, grads, **settings)
 

@@ -82,10 +82,12 @@ def test_a_zero_dimensional_capture_is_read_at_every_call() -> None:
 
 
 def test_division_by_zero_does_not_trap() -> None:
-    fn = lambda b, h, q, k: (q // k + q % k > 3) & (k > 0)  # noqa: E731
-    out = run_mask(mask_mod(fn))
+    def value(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return q // k + q % k + torch.fmod(-q, k) + torch.div(-q, k, rounding_mode="trunc")
+
+    out = run_mask(mask_mod(lambda b, h, q, k: (value(q, k) > 3) & (k > 0)))
     i, j = torch.arange(N)[:, None], torch.arange(1, N)[None]
-    assert torch.equal(out[:, 1:], i // j + i % j > 3)
+    assert torch.equal(out[:, 1:], value(i, j) > 3)
     assert not out[:, 0].any()
 
 
@@ -109,6 +111,8 @@ def _combine(children: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         st.builds(lambda ab, op: f"({ab[0]} {op} {ab[1]})", pairs, _SYMBOLS),
         st.builds(lambda a, n, op: f"({a} {op} {n})", children, st.sampled_from([-5, -1, 2, 3, 2**33]),
                   st.sampled_from(["//", "%"])),
+        st.builds(lambda a, n, call: call.format(f"{a} + 0 * q", n), children, st.sampled_from([-5, 2, 3]),
+                  st.sampled_from(["torch.fmod({}, {})", "torch.div({}, {}, rounding_mode='trunc')"])),
         st.builds(lambda a: f"abs({a})", children),
         st.builds(lambda a: f"(-({a}))", children),
         st.builds(lambda ab: _CHOICE.format(*ab), pairs),

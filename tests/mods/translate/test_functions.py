@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
+from tests.command_process import run_code
 from tests.mods.harness import FORMULAS, N, eager_mask, read_formulas, run_mask, run_score
 from tritoncp.mods import mask_mod, score_mod
 from tritoncp.reference.dense import dense_attention
@@ -51,15 +52,40 @@ def check_attention(
 GROUPS = [list(FUNCTIONS)[i : i + 3] for i in range(0, len(FUNCTIONS), 3)]
 
 
-@pytest.mark.parametrize("names", GROUPS, ids="; ".join)
-def test_functions_of_scores_equal_dense_attention(names: list[str], engine: str) -> None:
+def sum_of(names: list[str]) -> Callable[..., Any]:
+    """Return a score_mod of several functions."""
+
     def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         terms = [(weight, *FUNCTIONS[name]) for weight, name in enumerate(names, start=1)]
         unit = torch.sigmoid(s)
         return sum(weight * fn(low + (high - low) * unit) for weight, fn, low, high in terms)
 
+    return score
+
+
+@pytest.mark.parametrize("names", GROUPS, ids="; ".join)
+def test_functions_of_scores_equal_dense_attention(names: list[str], engine: str) -> None:
     tolerance = 1e-7 if "hardsigmoid" in names else 1e-9  # torch multiplies by 1 / 6 as rounded to float32
-    check_attention(score, tolerance=tolerance)
+    check_attention(sum_of(names), tolerance=tolerance)
+
+
+@pytest.mark.interpreted
+def test_functions_of_libdevice_in_a_process_without_settings_of_tests() -> None:
+    """Their kernels run in Triton's interpreter as it is. Each of them is called."""
+    run_code(
+        """
+from tests.mods.translate.test_functions import FUNCTIONS, check_attention, sum_of
+from tritoncp.mods.translate.interpreted_libdevice import libdevice
+
+unused = set(vars(libdevice))
+for name, function in vars(libdevice).items():
+    setattr(libdevice, name, lambda *x, name=name, f=function: (unused.discard(name), f(*x))[1])
+for i in range(0, len(FUNCTIONS), 12):
+    check_attention(sum_of(list(FUNCTIONS)[i : i + 12]), length=4, tolerance=1e-7)
+assert not unused, unused
+""",
+        TRITON_INTERPRET="1",
+    )
 
 
 def spread(low: float, high: float) -> Tensor:

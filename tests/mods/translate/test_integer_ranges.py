@@ -22,7 +22,9 @@ RULES: dict[str, tuple[Callable[..., IntegerRange], Callable[..., torch.Tensor]]
     "maximum": (integer_ranges.maximum, torch.maximum),
     "minimum": (integer_ranges.minimum, torch.minimum),
     "floor_div": (integer_ranges.floor_div, torch.floor_divide),
+    "trunc_div": (integer_ranges.trunc_div, lambda a, b: torch.div(a, b, rounding_mode="trunc")),
     "remainder": (integer_ranges.remainder, torch.remainder),
+    "fmod": (integer_ranges.fmod, torch.fmod),
     "and": (integer_ranges.bits, torch.bitwise_and),
     "or": (integer_ranges.bits, torch.bitwise_or),
     "xor": (integer_ranges.bits, torch.bitwise_xor),
@@ -37,7 +39,7 @@ RULES: dict[str, tuple[Callable[..., IntegerRange], Callable[..., torch.Tensor]]
 def test_an_interval_holds_every_result(name: str, a: IntegerRange, b: IntegerRange) -> None:
     bound, operation = RULES[name]
     left, right = (torch.arange(i.lo, i.hi + 1) for i in (a, b))
-    if name in ("floor_div", "remainder"):
+    if name in ("floor_div", "trunc_div", "remainder", "fmod"):
         right = torch.where(right == 0, 1, right)  # as in the helpers
     pairs = torch.cartesian_prod(left, right).unbind(1)
     values = operation(*pairs)

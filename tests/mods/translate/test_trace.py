@@ -164,12 +164,49 @@ def test_a_refusal_names_the_operation_and_its_line(fn: Callable[..., Any], oper
     assert line and int(line[1]) >= fn.__code__.co_firstlineno, str(caught.value)
 
 
-def test_a_refused_edit_leaves_its_tensor_alone() -> None:
-    before = IDS.clone()
-    for edit in (lambda b, h, q, k: IDS.add_(1)[b, q] > k, lambda b, h, q, k: IDS[0:1].mul_(2)[b, q] > k):
-        with pytest.raises(Untranslatable):
-            mask_mod(edit)
-    assert torch.equal(IDS, before)
+def write_at(tensor: torch.Tensor, place: Any, value: Any) -> None:
+    tensor[place] = value
+
+
+WRITES: dict[str, Callable[..., Any]] = {  # to a captured tensor [4]
+    "an element": lambda t, h, x: write_at(t, h, 1.0),
+    "a constant element": lambda t, h, x: write_at(t, 0, x.detach()),
+    "a slice": lambda t, h, x: write_at(t, slice(h, None), 1.0),
+    "where": lambda t, h, x: write_at(t, h > 2, 1.0),
+    "a view": lambda t, h, x: t.view(2, 2)[:1].mul_(2),
+    "add_": lambda t, h, x: t.add_(1),
+    "data": lambda t, h, x: t.data.fill_(2),
+    "copy_": lambda t, h, x: t.copy_(x.detach()),
+    "index_put_": lambda t, h, x: t.index_put_((h,), x),
+    "scatter_add_": lambda t, h, x: t.scatter_add_(0, h.view(1), x.view(1)),
+    "out": lambda t, h, x: torch.add(t, 1, out=t),
+    "in place by name": lambda t, h, x: torch.relu_(t),
+    "inplace=True": lambda t, h, x: torch.nn.functional.relu(t, inplace=True),
+    "several": lambda t, h, x: torch._foreach_add_([t, t], 1),
+}
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_mod_that_writes_to_a_capture_is_refused_before_it_writes(name: str, learned: bool) -> None:
+    """Also a function with state that is compared by recordings, which run it on the tensor."""
+    t = torch.arange(4.0).requires_grad_(learned)
+    before, write = t.detach().clone(), WRITES[name]
+
+    class Config:
+        factor = 2.0
+
+    config = Config()
+    edits = [
+        (score_mod, lambda s, b, h, q, k: (write(t, h, s), s)[1]),
+        (score_mod, lambda s, b, h, q, k: (write(t, h, s), s * config.factor)[1]),
+        (mask_mod, lambda b, h, q, k: (write(t, h, q.float()), q >= k)[1]),
+    ]
+    for translate, edit in edits:
+        with pytest.raises(Untranslatable, match="must not write to what it captures") as caught:
+            translate(edit)
+        assert __file__ in str(caught.value)
+        assert torch.equal(t.detach(), before)
 
 
 def test_an_error_of_the_users_code_is_raised_unchanged() -> None:

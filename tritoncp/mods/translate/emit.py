@@ -64,9 +64,8 @@ def _emit_header(trace: ModTrace, body: str) -> str:
         if getattr(getattr(function, "fn", None), "__module__", None) == triton_helpers.__name__
         and re.search(rf"(?<![\w.]){name}\(", body)
     )
-    imports = ["from triton.language.extra import libdevice"] if "libdevice." in body else []
-    if helpers:
-        imports.append(f"from {triton_helpers.__name__} import {', '.join(helpers)}")
+    helpers += ["libdevice"] * ("libdevice." in body)
+    imports = [f"from {triton_helpers.__name__} import {', '.join(helpers)}"] if helpers else []
     triton = ["import triton", "import triton.language as tl", *([""] if imports else [])]
     return "\n".join([*lines, '"""', "", *triton, *imports, "", "", ""])
 

@@ -11,8 +11,10 @@ dtype wraps around, so its interval becomes that of the dtype.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -69,6 +71,7 @@ shift_left = _bounds_at_ends(operator.lshift)
 shift_right = _bounds_at_ends(operator.rshift)
 # A division by zero gives the dividend: helpers then divide by one.
 floor_div = _bounds_at_ends(lambda a, b: a // (b or 1))
+trunc_div = _bounds_at_ends(lambda a, b: math.trunc(Fraction(a, b or 1)))
 
 
 def union(a: IntegerRange, b: IntegerRange) -> IntegerRange:
@@ -80,6 +83,12 @@ def remainder(a: IntegerRange, b: IntegerRange) -> IntegerRange:
     if b.lo > 0 and a.lo >= 0:
         return IntegerRange(0, min(a.hi, b.hi - 1))
     return IntegerRange(min(b.lo + 1, 0), max(b.hi - 1, 0))
+
+
+def fmod(a: IntegerRange, b: IntegerRange) -> IntegerRange:
+    """The interval of a - trunc(a / b) * b, which has the sign of a."""
+    bound = max(abs(b.lo), abs(b.hi), 1) - 1
+    return IntegerRange(max(min(a.lo, 0), -bound), min(max(a.hi, 0), bound))
 
 
 def bits(a: IntegerRange, b: IntegerRange) -> IntegerRange:

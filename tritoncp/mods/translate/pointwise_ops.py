@@ -180,11 +180,17 @@ BINARY: dict[str, Rule] = {
     "mul": _two_operands("product", "{x} * {y}", integer_ranges.mul, bools="{a} & {b}"),
     "div": _divide,
     "div_floor": _FLOOR_DIVIDE,
+    "div_trunc": _two_operands(
+        "quotient", "float_trunc_div({a}, {b})", integer_ranges.trunc_div, "trunc_div({a}, {b})",
+        naturals="{x} // {y}",
+    ),
     "floor_divide": _FLOOR_DIVIDE,
     "remainder": _two_operands(
         "rest", "remainder({a}, {b})", integer_ranges.remainder, "floor_mod({a}, {b})", naturals="{x} % {y}"
     ),
-    "fmod": _two_operands("rest", "libdevice.fmod({a}, {b})"),
+    "fmod": _two_operands(
+        "rest", "libdevice.fmod({a}, {b})", integer_ranges.fmod, "trunc_mod({a}, {b})", naturals="{x} % {y}"
+    ),
     "maximum": _extreme_rule("maximum", integer_ranges.maximum, "{a} | {b}"),
     "minimum": _extreme_rule("minimum", integer_ranges.minimum, "{a} & {b}"),
     "copysign": _two_operands("signed", "libdevice.copysign({a}, {b})"),
@@ -198,7 +204,7 @@ BINARY: dict[str, Rule] = {
     "bitwise_right_shift": _shift_rule(False),
     "__lshift__": _shift_rule(True),
     "__rshift__": _shift_rule(False),
-}
+}  # fmt: skip
 
 COMPARE: dict[str, Rule] = {
     "eq": _comparison_rule("==", "equal"),

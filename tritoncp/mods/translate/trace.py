@@ -9,6 +9,7 @@ an index by a 0-d tensor is traced as a gather.
 from __future__ import annotations
 
 import itertools
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,16 +23,18 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from tritoncp.core.tracing import TensorIndexing
+from tritoncp.core.host_copy import plain_autograd
+from tritoncp.core.tracing import TensorIndexing, is_view, written_tensors
 from tritoncp.core.user_code import (
     HAS_DATA_DEPENDENT_SHAPE,
     IS_RANDOM,
+    MUST_NOT_WRITE,
     READS_VALUE,
+    call_mod,
     check_result,
     describe,
     last_user_line,
@@ -107,10 +110,11 @@ def _record(
     of the graph's gradients; names of the user's autograd.Functions on the way to the result)."""
     leaves: list[Tensor] = []
     own_gradients: list[str] = []
+    kind = "score_mod" if is_score else "mask_mod"
 
     def call(*args: Tensor) -> Tensor:
         with _ValueChecks(), TensorIndexing():
-            return check_result(fn(*args), fn, "score_mod" if is_score else "mask_mod")
+            return check_result(call_mod(fn, kind, *args), fn, kind)
 
     def joint(dscore: Tensor, score: Tensor, *rest: Tensor) -> Any:
         out = call(score.clone(), *rest).to(dtype)  # clone: the function may edit it in place
@@ -122,13 +126,11 @@ def _record(
         grads = torch.autograd.grad(out, [score, *leaves], dscore, allow_unused=True)
         return out, torch.zeros_like(score) if grads[0] is None else grads[0], *grads[1:]
 
-    # The caller's saved-tensor hooks, as for offloading, must not see fake tensors. torch's
-    # cache of fake results is off: it is unbounded, with an entry for each value of a captured number.
+    # torch's cache of fake results is unbounded, with an entry for each value of a captured number.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False
-    hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(is_score), hooks, fake:
+        with plain_autograd(), torch.set_grad_enabled(is_score), fake:
             indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
             if is_score:
                 recorder.detaches = True
@@ -141,6 +143,11 @@ def _record(
         line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
         why = "its result depends on data that only the kernel has"
         raise Untranslatable(str(error.func), line, why) from error
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):  # raised before the recorder sees the write
+            raise
+        line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
+        raise _write("an operation in place", line) from error
     return leaves, own_gradients
 
 
@@ -178,13 +185,13 @@ class _Recorder(FakeRecorder):
         return [tensor for i, tensor in enumerate(self.tensors) if i not in self.constants]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._refuse(func, args)
+        self._refuse(func, args, kwargs or {})
         last = next(iter(reversed(self.graph.nodes)))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         new = list(itertools.takewhile(lambda node: node is not last, reversed(self.graph.nodes)))
         for node in new:
             node.stack_trace = node.stack_trace or user_line()
-        if _is_view(func):
+        if is_view(func):
             self._views += [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
         # Under no_grad an in-place operation keeps the gradient of the edited tensor: torch.cosine_similarity
         # clamps its norms so.
@@ -211,7 +218,10 @@ class _Recorder(FakeRecorder):
             self.tensors.append(tensor)
         return self._nodes[id(tensor)]
 
-    def _refuse(self, func: Any, args: Any) -> None:
+    def _is_capture(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" and re.fullmatch(r"t\d+", node.name) is not None
+
+    def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._local_scalar_dense.default:
             raise Untranslatable(
                 "Tensor.item(), bool(), int() or float() of a tensor", user_line(), READS_VALUE
@@ -220,18 +230,22 @@ class _Recorder(FakeRecorder):
             raise Untranslatable(str(func), user_line(), IS_RANDOM)
         if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and _has_dynamic_shape(func, args):
             raise Untranslatable(str(func), user_line(), HAS_DATA_DEPENDENT_SHAPE)
-        if getattr(func, "_schema", None) is not None and func._schema.is_mutable and args:
-            target = args[0]
-            if not isinstance(target, FakeTensor) or any(t is target for t in self._views):
-                raise Untranslatable(
-                    str(func), user_line(), "an edit in place of a captured tensor or a view"
-                )
+        if self._writes_capture(func, args, kwargs):
+            raise _write(str(func), user_line())
+        edited = written_tensors(func, args, kwargs)
+        if any(view is tensor for view in self._views for tensor in edited):
+            raise Untranslatable(str(func), user_line(), "an edit in place of a view, or of what has one")
 
 
 class _ValueChecks(TorchFunctionMode):
-    """Torch function mode that raises Untranslatable for `tolist` and `numpy`, which cannot be traced."""
+    """Torch function mode that raises Untranslatable for `tolist` and `numpy`, which cannot be traced, and
+    for writes that torch refuses for another reason, or reads an index for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__setitem__:
+            _check_write("tensor[...] = value", *args[:2])
+        elif kwargs and kwargs.get("out") is not None:
+            _check_write(f"{func.__name__}(out=tensor)", kwargs["out"])
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
             raise Untranslatable(
                 f"Tensor.{func.__name__}()", user_line(), "its values are read while the function runs"
@@ -239,11 +253,19 @@ class _ValueChecks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_view(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    if schema is None or schema.is_mutable or func is aten.lift_fresh.default:
-        return False
-    return any(result.alias_info for result in schema.returns)
+def _check_write(operation: str, target: Any, index: Any = ()) -> None:
+    """Raise Untranslatable for a write to a captured tensor, or to an element whose index is a tensor."""
+    if isinstance(target, Tensor) and not isinstance(target, FakeTensor):
+        raise _write(operation, user_line())
+    if any(isinstance(x, Tensor) and not x.ndim for x in tree_leaves(index)):
+        why = f"the place of the edit depends on the pair (use torch.where), and {MUST_NOT_WRITE}"
+        raise Untranslatable(operation, user_line(), why)
+
+
+def _write(operation: str, line: str) -> Untranslatable:
+    """Return the error of a write to a captured tensor."""
+    remedy = "Return the value, or edit the tensor between calls."
+    return Untranslatable(operation, line, MUST_NOT_WRITE, remedy)
 
 
 def _has_dynamic_shape(func: Any, args: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Triton's `//` and `%` truncate towards zero; torch's round to minus infinity. Kernels also evaluate masked
 positions, so nothing traps: integer division by zero, for which torch raises, gives an unspecified value.
-Functions of libdevice are called from it; Triton's interpreter has none of them.
+Emitted mods take `libdevice` from here too: Triton's where kernels are compiled, torch's where interpreted.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,13 +11,29 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
+
+if triton.knobs.runtime.interpret:
+    from tritoncp.mods.translate.interpreted_libdevice import libdevice
+else:
+    from triton.language.extra import libdevice
 
 
 @triton.jit
 def flag(condition):
     """Convert a comparison of scalars to int1; in the interpreter it has the type of its operands."""
     return tl.where(condition, tl.full((), True, tl.int1), tl.full((), False, tl.int1))
+
+
+@triton.jit
+def trunc_div(a, b):
+    """Integer division, rounded towards zero; an unspecified value, not a trap, for b = 0."""
+    return a // tl.where(b == 0, 1, b)
+
+
+@triton.jit
+def trunc_mod(a, b):
+    """torch.fmod of integers, with the sign of a; an unspecified value, not a trap, for b = 0."""
+    return a % tl.where(b == 0, 1, b)
 
 
 @triton.jit
@@ -41,6 +57,12 @@ def remainder(a, b):
     """torch.remainder of floats; the result has the sign of b."""
     r = libdevice.fmod(a, b)
     return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def float_trunc_div(a, b):
+    """Division of floats, rounded to nearest, then towards zero."""
+    return libdevice.trunc(tl.div_rn(a, b) if a.dtype == tl.float32 else a / b)
 
 
 @triton.jit
