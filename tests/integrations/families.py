@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import tomllib
@@ -36,6 +37,7 @@ HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT",
 NULLABLE = ("pad_token_id", "head_dim", "sliding_window")
 LIMIT, SECONDS = 1e-4, 150
 LENGTH, VOCABULARY = 64, 97
+DOCUMENTS = (23, 7, 34)  # lengths of the packed documents of a row
 TABLE = tomllib.loads(Path(__file__).with_name("family_sizes.toml").read_text())
 SIZES: dict[str, Any] = {name: value for value, *names in TABLE["sizes"] for name in names}
 VARIANTS: list[dict[str, Any]] = [
@@ -168,22 +170,41 @@ def make_batch(packed: bool, family: str) -> dict[str, Tensor]:
     """Return tokens and labels, [2, LENGTH], of one text a row or of three documents, and the other
     inputs of a family."""
     tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    batch = {"input_ids": tokens, "labels": tokens.clone(), **INPUTS.get(family, {})}
     if packed:
-        row = torch.cat([torch.arange(n) for n in (23, 7, 34)])
-        batch["position_ids"] = row.expand(2, -1)
-    return {**batch, **INPUTS.get(family, {})}
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in DOCUMENTS]).expand(2, -1)
+        batch["labels"][:, batch["position_ids"][0] == 0] = -100  # no document predicts the next one
+    return batch
 
 
 def train(model: Any, batch: dict[str, Any], labels: Tensor | None = None) -> dict[str, Tensor]:
     """Return the loss of a model, its own or that of labels of the same tokens, and its gradients."""
     model.zero_grad()
     out = model(**batch)
+    return backward(model, out.loss if labels is None else loss_of(out.logits, labels, 2 * LENGTH))
+
+
+def train_alone(model: Any, batch: dict[str, Any], labels: Tensor | None) -> dict[str, Tensor]:
+    """Return the same of a packed batch, by a call of the model for each document alone."""
+    model.zero_grad()
+    targets, count = labels, 2 * LENGTH
     if labels is None:
-        loss = out.loss
-    else:
-        loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        loss = loss / (2 * LENGTH)
+        targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+        count = (targets != -100).sum()
+    total = torch.zeros(())
+    for row, tokens in itertools.product(range(2), torch.arange(LENGTH).split(DOCUMENTS)):
+        document = {name: batch[name][row, tokens][None] for name in ("input_ids", "position_ids")}
+        total = total + loss_of(model(**document).logits, targets[row, tokens], count)
+    return backward(model, total)
+
+
+def loss_of(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
+    """Return the part in the mean loss of ``count`` labels that these have."""
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+
+
+def backward(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    """Return a loss and its gradients."""
     loss.backward()
     gradients = {name: w.grad for name, w in model.named_parameters() if w.grad is not None}
     return {"loss": loss.detach(), **gradients}
@@ -232,6 +253,7 @@ def compare(result: Any, expected: Any) -> str:
 def check(family: str, head: str) -> Row:
     """Try a family, in this process."""
     batches = [make_batch(packed, family) for packed in (False, True)]
+    packed_labels = batches[1]["labels"]
     variant, error = find_variant(family, head)
     if error:
         return Row(family, *(NOT_TRIED + error,) * 3)
@@ -245,11 +267,12 @@ def check(family: str, head: str) -> Row:
     model = attempt(lambda: build(family, head, "tritoncp", variant))
     if isinstance(model, str):
         return Row(family, model, model, model)
-    alone = attempt(lambda: train(model, batches[0], labels))
-    whole = several[1]
-    if not isinstance(whole, str):
-        whole = attempt(lambda: train(model, shard_batch(batches[1], model, BLOCK_SIZE=16), labels))
-    return Row(family, compare(alone, expected), compare(several[0], expected), compare(several[1], whole))
+    one = attempt(lambda: train(model, batches[0], labels))
+    documents = several[1]
+    if not isinstance(documents, str):
+        targets = None if labels is None else packed_labels
+        documents = attempt(lambda: train_alone(build(family, head, "eager", variant), batches[1], targets))
+    return Row(family, compare(one, expected), compare(several[0], expected), compare(several[1], documents))
 
 
 def attempt(work: Callable[[], Any]) -> Any:

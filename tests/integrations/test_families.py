@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.integrations import families
+from tritoncp.integrations.transformers import shard_batch
 
 HEADS = families.list_families()
 # Of each kind: plain, refused on ranks, positions of three axes, code of its own, recurrent layers.
 FEW = ("bert", "big_bird", "glm4v_moe", "mobilebert", "qwen3_next", "xlstm")
+# Layers of each kind that have no mask, in one process.
+RECURRENT = ("falcon_h1", "jamba", "lfm2", "mamba2", "minimax", "nemotron_h", "recurrent_gemma", "rwkv")
 OTHERS = [pytest.mark.nightly, pytest.mark.integrations]
 
 
@@ -23,3 +26,15 @@ def test_every_family_has_a_row() -> None:
 def test_a_family_does_as_its_row_says(family: str) -> None:
     row = families.cells_of(families.check_in_child(family, HEADS[family]))
     assert row == families.read_table()[family], "run python -m tests.integrations.families --write"
+
+
+@pytest.mark.usefixtures("cpu_engine")
+@pytest.mark.parametrize("family", RECURRENT)
+def test_layers_without_masks_keep_packed_documents_apart(family: str) -> None:
+    head, batch = HEADS[family], families.make_batch(True, family)
+    variant, error = families.find_variant(family, head)
+    assert not error
+    model = families.build(family, head, "tritoncp", variant)
+    packed = families.train(model, shard_batch(batch, model, BLOCK_SIZE=16))
+    alone = families.train_alone(families.build(family, head, "eager", variant), batch, None)
+    assert families.compare(packed, alone) == "yes"

@@ -14,10 +14,7 @@ from transformers import (
     BartForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     StableLmConfig,
     StableLmForCausalLM,
 )
@@ -82,46 +79,6 @@ def test_classes_without_source_are_recurrent_as_their_bases() -> None:
         part.__class__ = without_source(type(part))
     assert [is_recurrent(part) for part in model.modules()] == kinds
     assert not model_classes._computes_attention(without_source(Qwen3NextGatedDeltaNet))
-
-
-def test_images_are_refused_on_ranks_and_their_embeddings_are_served() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    vision = sizes | {"image_size": 32, "patch_size": 16}
-    text = LlamaConfig(**models.COMMON)
-    tokens = models.text_batch()["input_ids"].clamp(min=6)
-    tokens[:, 3:7] = 5
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
-    batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 5, -100)}
-
-    def build(implementation: str) -> Any:
-        config = LlavaConfig(
-            vision_config=vision, text_config=text, image_token_id=5, vision_feature_layer=-1,
-            attn_implementation=implementation,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        return LlavaForConditionalGeneration(config)
-
-    def train(model: Any, batch: dict[str, Tensor]) -> Any:
-        parts = {
-            "text": model.model.language_model,
-            "patches": model.model.vision_tower.embeddings.patch_embedding,
-        }
-        weights = {f"{name}.{key}": x for name, part in parts.items() for key, x in part.named_parameters()}
-        loss = model(**batch).loss
-        return loss.item(), dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))
-
-    def work(group: Any) -> Any:
-        model = build("tritoncp")
-        embeddings = model.get_input_embeddings()(tokens)
-        features = torch.cat(list(model.get_image_features(pixel_values=images).pooler_output))
-        embeddings = embeddings.masked_scatter((tokens == 5)[..., None], features)
-        rest = {"inputs_embeds": embeddings, "labels": batch["labels"]}
-        with pytest.raises(ValueError, match=r"the batch has pixel_values, .* pass inputs_embeds"):
-            shard_batch({**batch, "pixel_values": images}, model, group)
-        return models.sum_over_ranks(*train(model, shard_batch(rest, model, group, BLOCK_SIZE=16)))
-
-    expected = train(build("eager"), {**batch, "pixel_values": images, "use_cache": False})
-    models.assert_equal(ranks.run(2, work)[0], expected)
 
 
 def test_attention_that_gets_no_arguments_has_the_plan_of_its_call() -> None:

@@ -19,6 +19,7 @@ from transformers.models.mamba.modeling_mamba import MambaBlock
 from tests.integrations import transformers_models as models
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers import register, shard_batch
+from tritoncp.integrations.transformers.packed_rows import PackedRows
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 TOKENS = torch.randint(3, 61, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -138,3 +139,26 @@ def test_a_model_with_hooks_is_copied_and_saved_without_its_plan() -> None:
             torch.testing.assert_close(other(TOKENS).logits, expected, rtol=0, atol=0)
             torch.testing.assert_close(loss(other, 0), padded, rtol=0, atol=0)
             assert hooks == [len(part._forward_pre_hooks) for part in other.modules()]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_packed_rows_call_a_function_for_each_document_alone(is_causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def mix(x: torch.Tensor, scale: float = 1.0) -> dict[str, Any]:
+        after = 0 if is_causal else x.flip(1).cumsum(1).flip(1)
+        return {"out": (x.cumsum(1) + after) * scale, "state": None}
+
+    for rows, length in ((1, 1), (1, 40), (3, 17)):
+        documents = (torch.rand(rows, length, generator=generator) < 0.2).cumsum(1)
+        x = torch.randn(rows, length, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+        packed = PackedRows(documents, is_causal=is_causal)
+        out = packed.run(mix, x, scale=2.0)["out"]
+        sizes = [ids.unique_consecutive(return_counts=True)[1].tolist() for ids in documents]
+        alone = [
+            torch.cat([mix(part[None], 2.0)["out"][0] for part in row.split(n)]) for row, n in zip(x, sizes)
+        ]
+        weight = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        results = [(y, *torch.autograd.grad((y * weight).sum(), x)) for y in (out, torch.stack(alone))]
+        torch.testing.assert_close(*results)
+        assert not is_causal or len(packed._batches) <= 1 + length.bit_length()

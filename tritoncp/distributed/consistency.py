@@ -30,7 +30,8 @@ REMEDIES = {  # the facts that ranks compare, in this order, and the remedy wher
     "device": "Put the tensors of every rank on the same kind of device.",
     "dtype": "Give every rank tensors of one dtype.",
     "shape": "Shards may differ along dim= only: give every rank the same other sizes, dim= and batch_dim=.",
-    "batch": "Shards may differ in length only: give every rank the same batch.",
+    "batch": "Shards may differ in length only: give every rank the same batch. (A DistributedSampler deals "
+    "out different ones; Lightning adds it, unless Trainer(use_distributed_sampler=False).)",
     "heads": "Shards may differ in length only: give every rank all heads.",
     "head dims": "Shards may differ in length only: give every rank the same head dims.",
     "lengths": "Every rank needs a mask or plan of the same, global sequence.",

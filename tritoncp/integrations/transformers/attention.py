@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.validate import MAX_HEAD_DIM
+from tritoncp.integrations.transformers.calls import watch_calls
 from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.integrations.transformers.positions import refuse_local_positions
@@ -46,8 +47,9 @@ def register(name: str = "tritoncp") -> None:
     without other changes, and on the ranks of a mesh with the batches of :func:`shard_batch`. A second call
     has no effect.
 
-    The model raises ValueError for attention dropout in training, and for a shard without its plan. A model
-    with attention code of its own runs that code, as with "eager".
+    The model raises ValueError for attention dropout in training. On several ranks the calls of all models of
+    transformers are checked: they raise for a shard without its plan, and for labels beside it. A model with
+    attention code of its own runs that code, as with "eager".
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,6 +59,7 @@ def register(name: str = "tritoncp") -> None:
     >>> LlamaForCausalLM(config)(torch.arange(24)[None]).logits.shape
     torch.Size([1, 24, 32])
     """
+    watch_calls(name)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, create_mask)
     for module in TABLES:

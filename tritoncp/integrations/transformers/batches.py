@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, masking_utils
 
@@ -16,23 +19,21 @@ from tritoncp.api.shards import shard
 from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Facts, Text, fact, together
-from tritoncp.integrations.transformers.attention import is_registered
+from tritoncp.integrations.transformers.batch_checks import (
+    CONSUMED,
+    check_config,
+    check_names,
+    check_shardable,
+)
+from tritoncp.integrations.transformers.calls import note_shard
 from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.model_classes import (
-    SPARSE_LAYERS,
-    computes_attention_itself,
     counts_by_padding_mask,
     counts_from_padding,
-    has_loss_of_its_own,
-    has_sparse_layers,
-    is_recurrent,
-    may_be_recurrent,
-    may_convolve,
-    takes_positions,
+    position_axes,
     unwrap_model,
 )
-from tritoncp.integrations.transformers.plans import OWN_LOSS, ContextParallelPlan, create_layer_mask
-from tritoncp.integrations.transformers.positions import SHARDS
+from tritoncp.integrations.transformers.plans import ContextParallelPlan, create_layer_mask
 from tritoncp.integrations.transformers.whole_sequences import hook_layers
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.varlen import Documents
@@ -40,12 +41,6 @@ from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
 
 IGNORED = -100  # the label that transformers' losses ignore
-# Kinds of layers other than attention, or with another part besides it.
-OTHER_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-# Inputs whose embeddings the model puts in the places of tokens.
-FEATURES = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
-# Inputs that describe the whole sequence: the plan contains them, the model does not get them.
-CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @group_call
@@ -61,14 +56,16 @@ def shard_batch(
     """Return this rank's shard of a global batch, with its plans, as keyword arguments of the model.
 
     batch: equal on all ranks of the mesh. ``input_ids`` int64 [B, S] or ``inputs_embeds`` [B, S, E];
-    ``labels`` [B, S], not shifted; ``position_ids`` [B or 1, S], which restart at 0 in each packed document;
-    or ``cu_seq_lens_q`` [documents + 1] for one row; or ``attention_mask`` [B, S], 0 at padding. Other
-    tensors [B, S, ...] are sharded too; all other values are passed through.
+    ``labels`` [B, S], not shifted; ``position_ids`` [B or 1, S], which restart at 0 in each packed document,
+    or [axes, B, S] for models with positions of images, the text's first where documents are packed; or
+    ``cu_seq_lens_q`` [documents + 1] for one row; or ``attention_mask`` [B, S], 0 at padding. Other tensors
+    [B, S, ...] are sharded too; all other values are passed through.
     config: the model's config; or the model itself, which is needed for recurrent or convolutional layers
-    (Mamba, gated delta nets): hooks then gather the inputs of these layers to whole sequences, and shard
-    their outputs. Each kind of layer (``layer_types``, ``sliding_window``, chunks, bidirectional) gets a
-    plan; all plans have one placement.
-    mesh, balancer, schedule: see :func:`tritoncp.make_plan`; mesh None: one process, without communication.
+    (Mamba, gated delta nets): these then gather their inputs to whole sequences, run on each document alone,
+    and shard their outputs. Each kind of layer (``layer_types``, ``sliding_window``, chunks, bidirectional)
+    gets a plan; all plans have one placement.
+    mesh, balancer, schedule: see :func:`tritoncp.make_plan`; mesh None: one process, without communication,
+    with a warning in a world of several ranks.
     BLOCK_SIZE: tokens per block of the placement.
 
     Returns a dict for ``model(**batch)``: tensors [B, S_local], of equal length on all ranks;
@@ -76,10 +73,10 @@ def shard_batch(
     ``num_items_in_batch``, the number of labels in the whole batch, so that the losses of all ranks add up to
     the mean loss, and gradients are those of this sum; ``context_parallel``, plans and mesh.
 
-    Raises ValueError for tensors that do not fit, an attention_mask together with restarting position_ids,
-    images and audio on several ranks, a config with another attention implementation, models that compute
-    attention themselves, and a config without the model if it has recurrent layers; RuntimeError on all ranks
-    if one of them fails, or their token ids differ.
+    Raises ValueError for tensors that do not fit, names that differ from these by a letter, an attention_mask
+    together with restarting position_ids, images and audio on several ranks, a config with another attention
+    implementation, models that compute attention themselves, and a config without the model if it has
+    recurrent layers; RuntimeError on all ranks if one of them fails, or their token ids differ.
 
     >>> from transformers import LlamaConfig
     >>> from tritoncp.integrations.transformers import register
@@ -95,9 +92,10 @@ def shard_batch(
     if not isinstance(config, PreTrainedConfig):
         wrong = type(config if model is None else model).__name__
         raise TypeError(f"config is a {wrong}; pass the transformers model, or its config")
+    _warn_without_mesh(mesh)
     group = groups.group_of(mesh)
     read = partial(_read_batch, batch, config, model, group)
-    (kinds, position_ids), _ = together(group, "shard_batch", read)
+    (kinds, position_ids, documents), _ = together(group, "shard_batch", read)
     if model is not None:
         hook_layers(model)
     several = group is not None and group.size() > 1
@@ -110,45 +108,48 @@ def shard_batch(
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
     whole |= {"position_ids": position_ids, **_labels(batch)}
     plan = next(iter(plans.values()))
-    local = {name: _shard(name, x, plan, position_ids.shape) for name, x in whole.items()}
-    described = {"attention_mask": None, **{name: batch[name] for name in CONSUMED if name in batch}}
+    local = {name: _shard(name, x, plan, position_ids.shape[-2:]) for name, x in whole.items()}
     shifted = batch.get("labels") is not None and batch.get("shift_labels") is None
     own = ContextParallelPlan(
-        plans, mesh, local["position_ids"], mask, BLOCK_SIZE, schedule, described, shifted and several
-    )
-    if several:
-        SHARDS.add(own)
+        plans, mesh, local["position_ids"], mask, BLOCK_SIZE, schedule, batch.get("attention_mask"),
+        documents, shifted and several,
+    )  # fmt: skip
+    part, tokens = _tokens(local), _tokens(batch)
+    if several and not (part.shape == tokens.shape and torch.equal(part, tokens)):  # one rank has all
+        note_shard(part)
     return {**local, "use_cache": False, "context_parallel": own}
+
+
+def _warn_without_mesh(mesh: Any) -> None:
+    """Warn of a call without a mesh in a world of several ranks, whose processes then all do the same."""
+    size = int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
+    if dist.is_initialized():
+        size = dist.get_world_size()
+    if mesh is None and size > 1:
+        warnings.warn(
+            f"shard_batch without a mesh in a world of {size} ranks returns the whole batch, for this "
+            "process alone: pass torch.distributed.group.WORLD, or mesh['cp'] of a device mesh",
+            stacklevel=4,
+        )
 
 
 def _read_batch(
     batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None, group: Any
-) -> tuple[tuple[dict[str, ModelMask], Tensor], Facts, tuple[int, ...]]:
-    """Return ((mask of each kind of layer, position_ids [B, S]), facts for the ranks to compare, numbers)."""
-    text, tokens = _check_config(config, model), _tokens(batch)
-    several = group is not None and group.size() > 1
-    if several and not (may_be_recurrent(text) or takes_positions(text, model)):
-        raise ValueError(
-            f"models of {type(text).__name__} have no argument position_ids, and would count positions "
-            "within a shard: run them on whole sequences, without shard_batch"
-        )
-    features = [name for name in FEATURES if batch.get(name) is not None]
-    if several and features:
-        raise ValueError(
-            f"the batch has {', '.join(features)}, whose embeddings the model puts in the places of tokens, "
-            "which on a shard are others: pass inputs_embeds [B, S, E] of the whole batch with them, in "
-            "place of input_ids, or run the model on whole sequences, without shard_batch"
-        )
-    if several and batch.get("labels") is not None and has_loss_of_its_own(config, model):
-        raise ValueError(
-            f"labels: the model of {type(config).__name__} computes its own loss, which on a rank would be "
-            f"that of its shard alone: {OWN_LOSS}"
-        )
+) -> tuple[tuple[dict[str, ModelMask], Tensor, Tensor | None], Facts, tuple[int, ...]]:
+    """Return ((mask of each kind of layer, position_ids [B, S] or [axes, B, S], index of the document of each
+    token [B, S] or None), facts for the ranks to compare, numbers)."""
+    text, tokens = check_config(config, model), _tokens(batch)
+    check_names(batch, config, model)
+    if group is not None and group.size() > 1:
+        check_shardable(batch, config, model)
     shape, device = tokens.shape[:2], tokens.device
-    documents, position_ids = _positions(batch, text, shape, device)
-    masks = _kinds(text, batch.get("attention_mask"), documents, shape, device)
+    restarting, position_ids = _positions(batch, text, shape, device)
+    masks = _kinds(text, batch.get("attention_mask"), restarting, shape, device)
+    documents = None
+    if restarting is not None:
+        documents = masking_utils.find_packed_sequence_indices(restarting.expand(shape))
     facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)} if group is not None else {}
-    return (masks, position_ids.expand(shape)), facts, ()
+    return (masks, position_ids, documents), facts, ()
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
@@ -171,76 +172,30 @@ def _fact_of(tokens: Tensor) -> tuple[Text, bytes]:
     return fact(text, size.encode() + content(ids))
 
 
-def _check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTrainedConfig:
-    """Return the config of the text model; raise ValueError if the model (if None, a model of this config)
-    cannot be context parallel."""
-    text = config.get_text_config()
-    if not is_registered(text._attn_implementation):
-        raise ValueError(
-            f"config has the attention {text._attn_implementation!r}: call register(), then load the model "
-            'with attn_implementation="tritoncp", or call model.set_attn_implementation("tritoncp")'
-        )
-    if config.is_encoder_decoder:
-        raise ValueError(
-            "config is of an encoder-decoder model, where queries and keys have different lengths: run it on "
-            "whole sequences, without shard_batch"
-        )
-    other_kinds = set(getattr(text, "layer_types", None) or ()) & OTHER_LAYERS
-    if model is None and (other_kinds or may_be_recurrent(text) or may_convolve(text)):
-        raise ValueError(
-            f"models of {type(text).__name__} have layers other than attention "
-            f"({', '.join(sorted(other_kinds)) or 'recurrent or convolutional'}), which need whole "
-            "sequences: pass the model itself, shard_batch(batch, model, mesh), to gather for these layers"
-        )
-    modules = model.modules() if model is not None and may_be_recurrent(text) else ()
-    if computes_attention_itself(text) and not any(map(is_recurrent, modules)):
-        raise ValueError(
-            f"models of {type(text).__name__} compute attention or its mask by code of their own, which "
-            "would see a shard alone: run them on whole sequences, without shard_batch"
-        )
-    if hasattr(config, "patching_mode"):
-        raise ValueError(
-            f"models of {type(config).__name__} group tokens into patches by a model that needs the whole "
-            "sequence: run them on whole sequences, without shard_batch"
-        )
-    if has_sparse_layers(text):
-        raise ValueError(
-            f"layers of {type(text).__name__} select keys by scores over the whole sequence "
-            f"({', '.join(sorted(SPARSE_LAYERS.intersection(text.layer_types)))}); a rank would select "
-            "within its shard: run the model on whole sequences, without shard_batch"
-        )
-    own = {"sliding_window", "attention_chunk_size"}.intersection(
-        getattr(text, "per_layer_attributes", None) or ()
-    )
-    if own and not text.allow_global_per_layer_attribute_access:
-        raise ValueError(
-            f"layers of {type(text).__name__} differ in {' and '.join(sorted(own))}, for which transformers "
-            "makes no masks of a whole batch: run the model without shard_batch"
-        )
-    if getattr(text, "output_router_logits", False):
-        raise ValueError(
-            "output_router_logits=True adds an auxiliary loss of the experts' load, which a rank would "
-            "compute for its own tokens: set it to False"
-        )
-    return text
-
-
 def _positions(
     batch: Mapping[str, Any], config: PreTrainedConfig, shape: torch.Size, device: torch.device
 ) -> tuple[Tensor | None, Tensor]:
-    """Return (positions that mark packed documents or None, positions of the embeddings [B, S]).
+    """Return (positions that mark packed documents or None, positions of the embeddings, [B, S] or
+    [axes, B, S]).
 
     Raises ValueError for positions of another shape, or that contradict the attention_mask.
     """
-    ids, mask = batch.get("position_ids"), batch.get("attention_mask")
-    if ids is not None and (ids.ndim != 2 or ids.shape[1] != shape[1] or ids.shape[0] not in (1, shape[0])):
-        raise ValueError(f"position_ids is {list(ids.shape)}; [B or 1, S] is needed, here {list(shape)}")
+    ids, mask, axes = batch.get("position_ids"), batch.get("attention_mask"), position_axes(config)
+    if ids is not None:
+        fits = ids.ndim == 2 or (ids.ndim == 3 and axes > 1 and len(ids) in (axes, axes + 1))
+        if not fits or ids.shape[-1] != shape[1] or ids.shape[-2] not in (1, shape[0]):
+            more = f" or [{axes}, B or 1, S]" * (axes > 1)
+            raise ValueError(
+                f"position_ids is {list(ids.shape)}; [B or 1, S]{more} is needed, here {list(shape)}"
+            )
+        ids = ids.expand(*ids.shape[:-2], *shape)
     packed = _packed_positions(batch, shape, device)
     if packed is not None:
-        return packed, packed if ids is None else ids
+        return packed, packed.expand(shape) if ids is None else ids
     if ids is None:
         return None, _default_positions(batch, config, shape, device)
-    ids = ids.expand(shape)
+    if ids.ndim == 3:  # as in transformers: with an axis more, the first one is that of the text
+        return (ids[0] if len(ids) > axes and mask is None else None), ids
     if mask is not None and mask.ndim == 2:
         tokens = mask.bool()
         broken = (ids.diff(dim=1) != 1) & (tokens[:, 1:] & tokens[:, :-1]).to(ids.device)
@@ -262,7 +217,7 @@ def _default_positions(
     mask = batch.get("attention_mask")
     if mask is not None and counts_by_padding_mask(config):
         return mask.long().cumsum(1) * mask.long() - 1
-    tokens, padding = batch.get("input_ids"), config.pad_token_id
+    tokens, padding = batch.get("input_ids"), getattr(config, "pad_token_id", None)
     if tokens is not None and padding is not None and counts_from_padding(config):
         is_token = tokens != padding
         return is_token.cumsum(1) * is_token + padding
@@ -334,6 +289,8 @@ def _labels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _shard(name: str, x: Any, plan: Plan, shape: torch.Size) -> Any:
     """Return this rank's shard of a tensor [B, S, ...]; any other value unchanged."""
+    if name == "position_ids" and x.ndim == 3:
+        return shard(x, plan, dim=2, batch_dim=1)
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[:2] != shape:
         if name in ("labels", "shift_labels"):
             raise ValueError(f"{name} is {list(x.shape)}; {list(shape)} is needed")

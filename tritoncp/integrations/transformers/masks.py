@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,11 @@ class ModelMask(BlockMaskInterface):
 
     def __getitem__(self, index: Any) -> Any:
         self.__torch_function__(self.__getitem__, ())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields; a function with a closed form is not needed, and cannot be pickled."""
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        return state if self.pattern is None else state | {"function": None}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

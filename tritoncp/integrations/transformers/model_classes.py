@@ -139,6 +139,33 @@ def _source_of(module: Any) -> str:
     return "" if module is None else inspect.getsource(module)
 
 
+def position_axes(config: PreTrainedConfig) -> int:
+    """Return the number of axes of the positions of the models of a text config, as those of images and video
+    in Qwen2-VL; 1 for positions of texts alone."""
+    if "mrope_section" not in _source_of(modeling_of(config)):
+        return 1
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return len(parameters.get("mrope_section", range(3)))
+
+
+def counts_positions_of_images(config: PreTrainedConfig) -> bool:
+    """Return whether models of a config compute positions of several axes from token ids and images."""
+    return config.get_text_config() is not config and "get_rope_index" in _source_of(modeling_of(config))
+
+
+def adds_features_to_layers(config: PreTrainedConfig) -> bool:
+    """Return whether models of a config add features of images to the hidden states of several layers, as
+    Qwen3-VL's: embeddings do not hold these."""
+    return config.get_text_config() is not config and "deepstack" in _source_of(modeling_of(config))
+
+
+def names_of_arguments(config: PreTrainedConfig, model: nn.Module | None) -> set[str]:
+    """Return the names of the arguments of a model (if None, of all models of the config)."""
+    members = vars(modeling_of(config) or object).values() if model is None else [type(model)]
+    models = [one for one in members if inspect.isclass(one) and issubclass(one, PreTrainedModel)]
+    return {name for one in models for name in argument_names(one)}
+
+
 def counts_from_padding(config: PreTrainedConfig) -> bool:
     """Return whether positions of the models of a config begin after the padding id, as RoBERTa's."""
     return "def create_position_ids_from_input_ids(" in _source_of(modeling_of(config))
@@ -208,13 +235,22 @@ def is_recurrent(module: nn.Module) -> bool:
 
 def _mixes_tokens(module: nn.Module) -> bool:
     convolves = any(isinstance(part, nn.Conv1d) for part in module.children())
-    takes_cache = not _parameters(type(module)).isdisjoint(CACHES)
-    return takes_cache or convolves or getattr(module, "trigram_input", False) is True
+    return has_cache(module) or convolves or getattr(module, "trigram_input", False) is True
+
+
+def has_cache(module: nn.Module) -> bool:
+    """Return whether a module has a cache argument, and so reads earlier tokens alone."""
+    return not _parameters(type(module)).isdisjoint(CACHES)
 
 
 @_once_a_class
+def argument_names(cls: Any) -> tuple[str, ...]:
+    """Return the names of the arguments of a class's forward method, in their order."""
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
 def _parameters(cls: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(cls.forward).parameters)
+    return frozenset(argument_names(cls))
 
 
 def _computes_attention(cls: Any) -> bool:

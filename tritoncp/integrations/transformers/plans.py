@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import masking_utils
 
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
-from tritoncp.core.bounded_cache import TensorCache
+from tritoncp.core.bounded_cache import TensorCache, computed_once
 from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
-from tritoncp.integrations.transformers.positions import SHARDS
+from tritoncp.integrations.transformers.packed_rows import PackedRows
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Work
@@ -39,36 +40,67 @@ def create_layer_mask(batch: ModelMask, layer: ModelMask, block: int | tuple[int
     return create_block_mask(mod, rows, None, length, length, BLOCK_SIZE=block)
 
 
-@dataclass(frozen=True, eq=False)
 class ContextParallelPlan:
     """The plans of one batch and their mesh: a keyword argument of the model, which passes it to every
-    attention layer.
+    attention layer. No dataclass: FSDP rebuilds dataclasses among the arguments of a module.
 
-    plans:        a plan for each kind of layer, all with one placement
-    mesh:         the mesh of the ranks; None: one process
-    position_ids: [B, S_local], of this rank's tokens
-    mask:         the global mask of one kind of layer
-    block:        tokens per block of the placement
-    schedule:     schedule of the plans
-    whole:        arguments that describe the whole sequence, for layers that run on whole sequences
-    labels:       whether shard_batch has shifted labels of the batch, for a next-token loss
+    plans:          a plan for each kind of layer, all with one placement
+    mesh:           the mesh of the ranks; None: one process
+    position_ids:   [B, S_local], of this rank's tokens; or [axes, B, S_local]
+    mask:           the global mask of one kind of layer
+    block:          tokens per block of the placement
+    schedule:       schedule of the plans
+    attention_mask: the batch's, [B, S], for layers that run on whole sequences
+    documents:      index of the document of each token, [B, S], if a row has several; likewise
+    labels:         whether shard_batch has shifted labels of the batch, for a next-token loss
     """
 
-    plans: dict[str, Plan]
-    mesh: Any
-    position_ids: Tensor
-    mask: ModelMask
-    block: int | tuple[int, int]
-    schedule: str = "auto"
-    whole: dict[str, Any] = field(default_factory=dict)
-    labels: bool = False
-    _checked: TensorCache = field(default_factory=lambda: TensorCache(8), repr=False)
+    def __init__(
+        self, plans: dict[str, Plan], mesh: Any, position_ids: Tensor, mask: ModelMask,
+        block: int | tuple[int, int], schedule: str, attention_mask: Tensor | None, documents: Tensor | None,
+        labels: bool,
+    ) -> None:  # fmt: skip
+        self.plans, self.mesh, self.position_ids, self.mask = plans, mesh, position_ids, mask
+        self.block, self.schedule, self.labels = block, schedule, labels
+        self.attention_mask, self.documents = attention_mask, documents
+        self.reached = False  # whether a layer has got this
+        self._checked = TensorCache(8)
+
+    def __deepcopy__(self, memo: Any) -> ContextParallelPlan:
+        return self  # of the same batch, on the same ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self.mesh, dist.ProcessGroup):
+            raise TypeError(
+                "a batch of shard_batch with a process group has no meaning in another process: pickle the "
+                "batch before shard_batch, or shard it with a DeviceMesh"
+            )
+        return {name: x for name, x in vars(self).items() if name != "_checked"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _checked=TensorCache(8))
 
     @property
     def plan(self) -> Plan:
         """One of the plans, to pass to :func:`tritoncp.shard` and :func:`tritoncp.unshard` (all have the same
         placement)."""
         return next(iter(self.plans.values()))
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of this rank's tokens, (B, S_local)."""
+        return self.position_ids.shape[-2:]
+
+    @property
+    def several(self) -> bool:
+        """Whether several ranks share the batch."""
+        return self.plan.world_size > 1
+
+    @computed_once
+    def packed_rows(self, is_causal: bool) -> PackedRows:
+        """Return the documents of the whole batch, for layers that run on one at a time."""
+        assert self.documents is not None
+        return PackedRows(self.documents, is_causal=is_causal)
 
     def layer_plan(self, attention_mask: Any) -> Plan:
         """Return the plan of a layer. attention_mask: the mask that the model made from this rank's tokens,
@@ -77,7 +109,7 @@ class ContextParallelPlan:
         For a kind of layer that is not in the config, as bidirectional ones, the plan is made here (all ranks
         reach the same layer).
         """
-        SHARDS.discard(self)
+        self.reached = True
         if isinstance(attention_mask, Plan):
             return attention_mask
         if attention_mask is None and len(self.plans) == 1:  # a shard of one token
@@ -145,11 +177,12 @@ class ContextParallelPlan:
         request = self.mask.pattern
         if request is None or request.documents is None or pattern.documents is not None:
             return
-        if masking_utils.find_packed_sequence_indices(self.position_ids) is not None:
+        positions = self.position_ids if self.position_ids.ndim == 2 else self.position_ids[0]
+        if masking_utils.find_packed_sequence_indices(positions) is not None:
             warnings.warn(
                 "transformers makes the masks of this model without position_ids, so that packed documents "
-                "see each other; the plans of shard_batch separate them. Compare losses with "
-                "shard_batch(batch, config, mesh=None), not with the plain model",
+                "see each other; shard_batch separates them. Compare losses with "
+                "shard_batch(batch, model, mesh=None), not with the plain model",
                 stacklevel=2,
             )
 
@@ -161,16 +194,18 @@ class ContextParallelPlan:
             return
         if self._checked.find(id(position_ids), [position_ids]):
             return
-        if position_ids.ndim == 3 and not bool((position_ids == position_ids[:1]).all()):
+        axes = position_ids.shape[0] if position_ids.ndim == 3 else 1
+        if own.ndim == 3:
+            own = own[-axes:] if 1 < axes <= len(own) else own[0]  # of the text, where that is the first axis
+        elif axes > 1 and not bool((position_ids == position_ids[:1]).all()):
             raise ValueError(
                 f"position_ids is {list(position_ids.shape)}: the model makes positions of several axes (of "
-                "images and video) itself, and counts them within a shard: run it on whole sequences, "
-                "without shard_batch"
+                "images and video) itself, and counts them within a shard: put position_ids "
+                f"[{axes}, B, S] into the batch, or run it on whole sequences, without shard_batch"
             )
-        rows = position_ids[0] if position_ids.ndim == 3 else position_ids
         valid = self.plan.valid.to(own.device)
-        same = rows.shape[-1] == own.shape[-1] and rows.ndim == 2
-        if not same or bool(((rows != own) & valid).any()):
+        same = position_ids.shape[-1] == own.shape[-1] and position_ids.ndim in (2, 3)
+        if not same or bool(((position_ids != own) & valid).any()):
             raise ValueError(
                 "position_ids differ from the plan's: pass the tokens, positions and plan of one "
                 "shard_batch(batch, model.config, mesh) to the model, unedited"

@@ -7,7 +7,6 @@ without an error. But documents begin at position 0; a piece that begins elsewhe
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ NO_PLAN = (
     "shard_batch(batch, model, mesh), with the model in place of its config"
 )
 _WHOLE = TensorCache(64)  # positions that passed the check: all layers get one tensor
-SHARDS: weakref.WeakSet[Any] = weakref.WeakSet()  # plans of shards that no attention has got yet
 
 
 def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: bool) -> None:
@@ -36,11 +34,6 @@ def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: b
         return
     if position_ids is None and isinstance(mask, ModelMask) and mask.pattern is not None:
         position_ids = mask.pattern.positions
-    if position_ids is None and isinstance(mask, ModelMask) and from_start:
-        shape = mask.batch, mask.q_len
-        if any(one.position_ids.shape == shape for one in SHARDS):
-            raise ValueError(f"tokens {list(shape)} without position_ids: {NO_PLAN}")
-        return
     unpadded = isinstance(mask, ModelMask) and mask.padding is None
     if position_ids is None or position_ids.ndim != 2 or not (unpadded and from_start):
         return

@@ -1,8 +1,8 @@
-"""Hooks that run recurrent layers on whole sequences, and pass the plan to layers that do not get it.
+"""Recurrent layers on whole sequences and single documents, and the plan for layers that do not get it.
 
 Recurrences, linear attention and convolutions (Mamba, gated delta nets) need all tokens in order. Under
-context parallelism every rank gathers their input, runs them on the whole sequence, and keeps its shard of
-the output.
+context parallelism every rank gathers their input, runs them on the whole sequence, or on each of its
+documents alone, and keeps its shard of the output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from torch.utils._pytree import tree_map
 
 from tritoncp.api.reshard import unshard
 from tritoncp.api.shards import shard
-from tritoncp.integrations.transformers.model_classes import attention_without_arguments, is_recurrent
+from tritoncp.integrations.transformers.model_classes import (
+    attention_without_arguments,
+    has_cache,
+    is_recurrent,
+)
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 
 CURRENT = "_tritoncp_current_plan"  # attribute of models with the hooks
@@ -99,8 +103,53 @@ class CheckpointWithPlan:
         return self.checkpoint(with_plan, *args, **kwargs)
 
 
+@dataclass
+class OnWholeSequences:
+    """The forward method of a recurrent layer; in calls with a plan on whole sequences, or documents.
+
+    is_causal: whether what follows a token changes nothing in its output
+    """
+
+    current: CurrentPlan
+    forward: Callable[..., Any]
+    is_causal: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plan = self.current.of(kwargs)
+        if plan is None:
+            return self.forward(*args, **kwargs)
+        plan.reached = True
+
+        def gather(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.shape[:2] != plan.shape:
+                return x
+            return unshard(x, plan.plan, plan.mesh, dim=1, grad="sum")
+
+        args, kwargs = tree_map(gather, args), tree_map(gather, kwargs)
+        call = self._with_mask(plan.attention_mask, *args, **kwargs)
+        if plan.documents is None:
+            out = self.forward(*call.args, **call.kwargs)
+        else:
+            out = plan.packed_rows(self.is_causal).run(self.forward, *call.args, **call.kwargs)
+        whole = plan.shape[0], plan.plan.q.length
+        return tree_map(
+            lambda x: shard(x, plan.plan, dim=1) if isinstance(x, Tensor) and x.shape[:2] == whole else x, out
+        )
+
+    def _with_mask(self, mask: Tensor | None, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        """Return the arguments of a call with the batch's padding in place of the mask of a shard."""
+        signature = inspect.signature(self.forward)
+        call = signature.bind(*args, **kwargs)
+        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        if "attention_mask" in signature.parameters:
+            call.arguments["attention_mask"] = mask
+        elif rest is not None:
+            call.arguments[rest] = {**call.arguments.get(rest, {}), "attention_mask": mask}
+        return call
+
+
 def hook_layers(model: nn.Module) -> None:
-    """Add hooks to a model: recurrent layers then run on whole sequences in calls with a plan, and attention
+    """Prepare a model for calls with a plan: its recurrent layers then run on whole sequences, and attention
     that does not get the plan as an argument finds it. A second call has no effect."""
     if CURRENT in vars(model):
         return
@@ -109,8 +158,7 @@ def hook_layers(model: nn.Module) -> None:
         setattr(module, CURRENT, current)
     for module in model.modules():
         if is_recurrent(module):
-            module.register_forward_pre_hook(partial(_gather_input, current), with_kwargs=True)
-            module.register_forward_hook(partial(_shard_output, current), with_kwargs=True)
+            module.forward = OnWholeSequences(current, module.forward, has_cache(module))
         elif any(is_recurrent(part) for part in module.modules()) or (module is model and without_arguments):
             module.register_forward_pre_hook(partial(current.enter, is_top=module is model), with_kwargs=True)
             module.register_forward_hook(current.leave, always_call=True)
@@ -120,37 +168,3 @@ def plan_of_call(module: nn.Module) -> ContextParallelPlan | None:
     """Return the plan of the running call of a model, for attention that does not get it as an argument."""
     current = vars(module).get(CURRENT)
     return None if current is None else current.of({})
-
-
-def _gather_input(current: CurrentPlan, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Pre-hook: gather shards among the arguments to whole tensors; replace a mask by the batch's padding."""
-    plan = current.of(kwargs)
-    if plan is None:
-        return None
-
-    def gather(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.shape[:2] != plan.position_ids.shape:
-            return x
-        return unshard(x, plan.plan, plan.mesh, dim=1, grad="sum")
-
-    signature = inspect.signature(module.forward)
-    call = signature.bind(*tree_map(gather, args), **tree_map(gather, kwargs))
-    call.arguments |= {name: x for name, x in plan.whole.items() if name in signature.parameters}
-    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-    if rest is not None:
-        unnamed = {name: x for name, x in plan.whole.items() if name not in signature.parameters}
-        call.arguments[rest] = {**call.arguments.get(rest, {}), **unnamed}
-    return call.args, call.kwargs
-
-
-def _shard_output(
-    current: CurrentPlan, module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any
-) -> Any:
-    """Hook: replace whole tensors in the output by this rank's shards."""
-    plan = current.of(kwargs)
-    if plan is None:
-        return None
-    shape = (len(plan.position_ids), plan.plan.q.length)
-    return tree_map(
-        lambda x: shard(x, plan.plan, dim=1) if isinstance(x, Tensor) and x.shape[:2] == shape else x, out
-    )

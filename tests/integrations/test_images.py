@@ -1,0 +1,128 @@
+"""Embeddings of images on ranks, with positions of one or three axes, have the gradients of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+)
+
+from tests.integrations import transformers_models as models
+from tests.multiprocess import ranks
+from tritoncp.integrations.transformers import shard_batch
+
+pytestmark = pytest.mark.usefixtures("cpu_engine")
+IMAGE, PIECES = 5, 4  # the id of an image's tokens, and their number
+TOKENS = models.text_batch()["input_ids"].clamp(min=6)
+TOKENS[0, 90 : 90 + PIECES] = TOKENS[1, 3 : 3 + PIECES] = IMAGE
+LABELS = TOKENS.masked_fill(TOKENS == IMAGE, -100)
+
+
+def build(name: str, attention: str) -> tuple[Any, dict[str, Any]]:
+    """Return a small model, and the inputs of an image in each row."""
+    generator = torch.Generator().manual_seed(2)
+    torch.manual_seed(0)
+    if name == "Llava":
+        vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "patch_size": 16}
+        text = LlamaConfig(**models.COMMON)
+        config: Any = LlavaConfig(
+            vision_config=vision | {"image_size": 32}, text_config=text, image_token_id=IMAGE,
+            vision_feature_layer=-1, attn_implementation=attention,
+        )  # fmt: skip
+        images = {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator)}
+        return LlavaForConditionalGeneration(config).train(), images
+    vision = {
+        "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32,
+        "patch_size": 4, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [0],
+        "temporal_patch_size": 1,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = Qwen2_5_VLConfig(
+        vision_config=vision, text_config=models.COMMON | {"rope_parameters": rope}, image_token_id=IMAGE,
+        video_token_id=4, vision_start_token_id=3, attn_implementation=attention,
+    )  # fmt: skip
+    grid = torch.tensor([[1, 4, 4]] * 2)
+    images = {"pixel_values": torch.randn(32, 48, generator=generator), "image_grid_thw": grid}
+    return Qwen2_5_VLForConditionalGeneration(config).train(), images
+
+
+def embed(model: Any, images: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the batch with embeddings in place of tokens and images, and positions of three axes."""
+    features = torch.cat(list(model.get_image_features(**images).pooler_output))
+    embeddings = model.get_input_embeddings()(TOKENS)
+    batch = {"inputs_embeds": embeddings.masked_scatter((TOKENS == IMAGE)[..., None], features)}
+    if "image_grid_thw" in images:
+        grid = {"image_grid_thw": images["image_grid_thw"], "mm_token_type_ids": (TOKENS == IMAGE).int()}
+        batch["position_ids"] = model.model.get_rope_index(TOKENS, **grid)[0]
+    return {**batch, "labels": LABELS}
+
+
+def train(model: Any, batch: dict[str, Any]) -> Any:
+    """Return the loss and the gradients of the text model and of the patches."""
+    tower = model.model.vision_tower.embeddings if hasattr(model.model, "vision_tower") else None
+    patches = model.model.visual.patch_embed if tower is None else tower.patch_embedding
+    parts = {"text": model.model.language_model, "patches": patches}
+    weights = {f"{name}.{key}": x for name, part in parts.items() for key, x in part.named_parameters()}
+    loss = model(**{"use_cache": False, **batch}).loss
+    return loss.item(), dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen2.5-VL"])
+def test_images_are_refused_on_ranks_and_their_embeddings_are_served(name: str) -> None:
+    def work(group: Any) -> Any:
+        model, images = build(name, "tritoncp")
+        with pytest.raises(ValueError, match=r"the batch has pixel_values, .* pass inputs_embeds"):
+            shard_batch({"input_ids": TOKENS, **images}, model, group)
+        local = shard_batch(embed(model, images), model, group, BLOCK_SIZE=16)
+        return models.sum_over_ranks(*train(model, local))
+
+    model, images = build(name, "eager")
+    batch = {"input_ids": TOKENS, "labels": LABELS, **images}
+    if "image_grid_thw" in images:
+        batch["mm_token_type_ids"] = (TOKENS == IMAGE).int()
+    models.assert_equal(ranks.run(2, work)[0], train(model, batch))
+
+
+def test_documents_with_positions_of_several_axes_have_the_text_axis_first() -> None:
+    texts = models.packed_batch()["position_ids"]
+
+    def pack(model: Any, images: dict[str, Any]) -> dict[str, Tensor]:
+        batch = embed(model, images)
+        return {**batch, "position_ids": torch.cat([texts[None], batch["position_ids"]])}
+
+    def work(group: Any) -> Any:
+        model, images = build("Qwen2.5-VL", "tritoncp")
+        local = shard_batch(pack(model, images), model, group, BLOCK_SIZE=16)
+        return models.sum_over_ranks(*train(model, local))
+
+    model, images = build("Qwen2.5-VL", "eager")
+    models.assert_equal(ranks.run(2, work)[0], train(model, pack(model, images)))
+
+
+def test_embeddings_that_lack_positions_or_features_of_images_are_refused_on_ranks() -> None:
+    def work(group: Any) -> None:
+        model, _ = build("Qwen2.5-VL", "tritoncp")
+        batch = {"inputs_embeds": torch.ones(2, 32, 32), "labels": torch.ones(2, 32, dtype=torch.int64)}
+        with pytest.raises(ValueError, match=r"pass position_ids \[3, B, S\], model.get_rope_index"):
+            shard_batch(batch, model.config, group)
+        with pytest.raises(
+            ValueError, match=r"position_ids is \[2, 2, 32\]; .* or \[3, B or 1, S\] is needed"
+        ):
+            shard_batch({**batch, "position_ids": torch.arange(32).expand(2, 2, 32)}, model.config, group)
+        shard_batch({**batch, "position_ids": torch.arange(32)[None]}, model.config, group)
+        config = Qwen3VLConfig(attn_implementation="tritoncp")
+        with pytest.raises(ValueError, match=r"to the hidden states of several layers \(deepstack\)"):
+            shard_batch(batch, config, group)
+        shard_batch({"input_ids": TOKENS}, config, group)
+        shard_batch(batch, config.get_text_config(), group)
+
+    ranks.run(2, work)

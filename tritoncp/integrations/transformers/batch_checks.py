@@ -1,0 +1,145 @@
+"""Checks of a batch and its model before :func:`shard_batch`: what a rank could not compute is refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from tritoncp.integrations.transformers.attention import is_registered
+from tritoncp.integrations.transformers.calls import refuse_arguments
+from tritoncp.integrations.transformers.model_classes import (
+    SPARSE_LAYERS,
+    adds_features_to_layers,
+    computes_attention_itself,
+    counts_positions_of_images,
+    has_loss_of_its_own,
+    has_sparse_layers,
+    is_recurrent,
+    may_be_recurrent,
+    may_convolve,
+    names_of_arguments,
+    position_axes,
+    takes_positions,
+)
+from tritoncp.integrations.transformers.plans import OWN_LOSS
+
+# Kinds of layers other than attention, or with another part besides it.
+OTHER_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+# Inputs whose embeddings the model puts in the places of tokens.
+FEATURES = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+# Inputs that describe the whole sequence: the plan contains them, the model does not get them.
+CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Names with a meaning in a batch, other than those of CONSUMED.
+NAMES = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "num_items_in_batch")
+
+
+def check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTrainedConfig:
+    """Return the config of the text model; raise ValueError if the model (if None, a model of this config)
+    cannot be context parallel."""
+    text = config.get_text_config()
+    if not is_registered(text._attn_implementation):
+        raise ValueError(
+            f"config has the attention {text._attn_implementation!r}: call register(), then load the model "
+            'with attn_implementation="tritoncp", or call model.set_attn_implementation("tritoncp")'
+        )
+    if config.is_encoder_decoder:
+        raise ValueError(
+            "config is of an encoder-decoder model, where queries and keys have different lengths: run it on "
+            "whole sequences, without shard_batch"
+        )
+    other_kinds = set(getattr(text, "layer_types", None) or ()) & OTHER_LAYERS
+    if model is None and (other_kinds or may_be_recurrent(text) or may_convolve(text)):
+        raise ValueError(
+            f"models of {type(text).__name__} have layers other than attention "
+            f"({', '.join(sorted(other_kinds)) or 'recurrent or convolutional'}), which need whole "
+            "sequences: pass the model itself, shard_batch(batch, model, mesh), to gather for these layers"
+        )
+    modules = model.modules() if model is not None and may_be_recurrent(text) else ()
+    if computes_attention_itself(text) and not any(map(is_recurrent, modules)):
+        raise ValueError(
+            f"models of {type(text).__name__} compute attention or its mask by code of their own, which "
+            "would see a shard alone: run them on whole sequences, without shard_batch"
+        )
+    if hasattr(config, "patching_mode"):
+        raise ValueError(
+            f"models of {type(config).__name__} group tokens into patches by a model that needs the whole "
+            "sequence: run them on whole sequences, without shard_batch"
+        )
+    if has_sparse_layers(text):
+        raise ValueError(
+            f"layers of {type(text).__name__} select keys by scores over the whole sequence "
+            f"({', '.join(sorted(SPARSE_LAYERS.intersection(text.layer_types)))}); a rank would select "
+            "within its shard: run the model on whole sequences, without shard_batch"
+        )
+    own = {"sliding_window", "attention_chunk_size"}.intersection(
+        getattr(text, "per_layer_attributes", None) or ()
+    )
+    if own and not text.allow_global_per_layer_attribute_access:
+        raise ValueError(
+            f"layers of {type(text).__name__} differ in {' and '.join(sorted(own))}, for which transformers "
+            "makes no masks of a whole batch: run the model without shard_batch"
+        )
+    if getattr(text, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True adds an auxiliary loss of the experts' load, which a rank would "
+            "compute for its own tokens: set it to False"
+        )
+    return text
+
+
+def check_names(batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None) -> None:
+    """Raise ValueError for a name in the batch that is almost one with a meaning: it would have none."""
+    given = {name for name, x in batch.items() if x is not None}
+    for name in sorted(given.difference(CONSUMED, NAMES)):
+        meant = difflib.get_close_matches(name, (*NAMES, *CONSUMED), 1, cutoff=0.78)
+        if meant and name not in names_of_arguments(config, model):
+            raise ValueError(
+                f"the batch has {name!r}, which neither shard_batch nor the model reads: name it "
+                f"{meant[0]!r}, or take it out of the batch"
+            )
+    if "seq_idx" in given and given.isdisjoint(("position_ids", "cu_seq_lens_q")):
+        raise ValueError(
+            "the batch has seq_idx, by which transformers separates documents in recurrent layers alone: "
+            "pass position_ids that restart at each document, too"
+        )
+
+
+def check_shardable(batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None) -> None:
+    """Raise ValueError for a batch that the ranks of a model cannot share."""
+    text = config.get_text_config()
+    if not (may_be_recurrent(text) or takes_positions(text, model)):
+        raise ValueError(
+            f"models of {type(text).__name__} have no argument position_ids, and would count positions "
+            "within a shard: run them on whole sequences, without shard_batch"
+        )
+    refuse_arguments(batch)
+    has_embeddings = batch.get("inputs_embeds") is not None
+    features = [name for name in FEATURES if batch.get(name) is not None]
+    if features:
+        raise ValueError(
+            f"the batch has {', '.join(features)}, whose embeddings the model puts in the places of tokens, "
+            "which on a shard are others: pass inputs_embeds [B, S, E] of the whole batch with them, in "
+            "place of input_ids, or run the model on whole sequences, without shard_batch"
+        )
+    if has_embeddings and adds_features_to_layers(config):
+        raise ValueError(
+            f"models of {type(config).__name__} add features of images to the hidden states of several "
+            "layers (deepstack), which inputs_embeds do not hold: run the model on whole sequences, without "
+            "shard_batch"
+        )
+    if has_embeddings and batch.get("position_ids") is None and counts_positions_of_images(config):
+        axes = position_axes(text)
+        raise ValueError(
+            f"positions of {type(config).__name__} have {axes} axes, and those of images are not counted "
+            f"from inputs_embeds: pass position_ids [{axes}, B, S], model.get_rope_index(...)[0]; or [B, S] "
+            "for texts"
+        )
+    if batch.get("labels") is not None and has_loss_of_its_own(config, model):
+        raise ValueError(
+            f"labels: the model of {type(config).__name__} computes its own loss, which on a rank would be "
+            f"that of its shard alone: {OWN_LOSS}"
+        )
