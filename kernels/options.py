@@ -66,6 +66,10 @@ def option_names(kind: str) -> dict[str, tuple[str, str]]:
     return {name: (option, prefix + option) for name, option in plain.items()}
 
 
+# Fields of Config by option. (Dynamo traces `check_options`, and would warn of a cached function.)
+_FIELDS = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
+
+
 def check_options(options: dict[str, Any], arch: str | None = None) -> None:
     """Refuse unknown options and invalid values; with ``arch``, also options for kernels that this Triton
     compiles wrong for it. Raises ValueError, and TypeError unless names are mapped to values."""
@@ -75,7 +79,7 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
         )
     if not options:
         return
-    fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
+    fields = _FIELDS
     for option, value in options.items():
         if option == "CONFIGS":
             for kind, config in value:

@@ -9,10 +9,12 @@ from torch.library import opcheck
 from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
+from tests.api.compiled_calls import Compiled
 from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
 from tritoncp.api import dynamo, plan_cache
 from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.ops import autograd
 from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 from tritoncp.reference.dense import dense_attention
 
@@ -143,6 +145,84 @@ def test_every_output_and_the_check_of_positions():
     assert torch.equal(fast(q, k, v, plan, scale=0.3, return_lse=True)[1], same.lse)
     with pytest.raises(ValueError, match="positions"):
         fast(q, k, v, plan, scale=0.3, return_aux=aux, positions=torch.arange(S).flip(0))
+
+
+def attend(x, *rest, **options):
+    return tritoncp.flex_attention(x, x, x, *rest, **options)
+
+
+OPTIONS = {"ROUTE": "loops", "deterministic": True}
+NUMBERS = {  # calls with a number n, and mods and masks that are made of it inside
+    "scale": lambda x, n: attend(x, causal(), scale=n),
+    "scale of a factor": lambda x, n: attend(x, lambda s, *_: s * n, scale=n + 1),
+    "softcap": lambda x, n: attend(x, tritoncp.softcap(n)),
+    "kernel option": lambda x, n: attend(x, kernel_options={"SPLIT_KV": n}),
+    "kernel options": lambda x, n: attend(
+        x, lambda s, *_: s * n, kernel_options={"SPLIT_KV": n, "num_stages": 1 + n % 8} | OPTIONS
+    ),
+    "batch_offset": lambda x, n: attend(x, lambda s, b, *_: s * b, batch_offset=n),
+    "sliding_window": lambda x, n: attend(x, tritoncp.sliding_window(n, n + 1)),
+    "prefix_lm": lambda x, n: attend(x, tritoncp.prefix_lm(n) & tritoncp.not_(causal())),
+    "lengths": lambda x, n: attend(x, document(lengths=[n, S - n]) & causal()),
+    "block mask": lambda x, n: attend(x, create_block_mask(tritoncp.prefix_lm(n), None, None, S, S)),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_changes_compiles_at_most_twice(name, dynamic):
+    """So that no number of values reaches Dynamo's limit of compilations."""
+    takes_floats = name.startswith("s") and name != "sliding_window"
+    case = Compiled(NUMBERS[name], dynamic=dynamic, backend="aot_eager" if takes_floats else "eager")
+    x = torch.randn(1, 2, S, 8, requires_grad=takes_floats)
+    for numbers in [(3, 5, 8, 13), *[(0.125, 0.25, 0.5)] * takes_floats]:
+        before = case.counter.frame_count
+        for n in numbers:
+            out = case.check(x, n)
+        assert case.counter.frame_count <= before + 2
+    if takes_floats:
+        grads = [torch.autograd.grad(y.square().sum(), x) for y in (out, NUMBERS[name](x, n))]
+        torch.testing.assert_close(*grads)
+
+
+def test_numbers_of_a_graph_are_checked_when_it_runs():
+    fast = torch.compile(NUMBERS["kernel option"], backend="eager", fullgraph=True, dynamic=True)
+    x = torch.randn(1, 2, S, 8)
+    fast(x, 3)
+    with pytest.raises(ValueError, match="SPLIT_KV=-3"):
+        fast(x, -3)
+    with pytest.raises(ValueError, match=r"lengths must be integers >= 0, .* got \[-2, 66\]"):
+        torch.compile(NUMBERS["lengths"], backend="eager", fullgraph=True, dynamic=True)(x, -2)
+
+
+def test_a_compiled_call_gets_the_kernel_options_that_it_was_passed(monkeypatch):
+    seen = []
+    forward = autograd.forward_pass
+    monkeypatch.setattr(autograd, "forward_pass", lambda *args: seen.append(args[0]) or forward(*args))
+    fast = torch.compile(NUMBERS["kernel options"], backend="eager", fullgraph=True, dynamic=True)
+    for n in (2, 3):
+        fast(torch.randn(1, 2, S, 8), n)
+        assert dict(seen[-1].options) == {"SPLIT_KV": n, "num_stages": 1 + n % 8} | OPTIONS
+
+
+def test_documents_of_lengths_share_a_plan_and_may_leave_the_graph(monkeypatch):
+    plans, build = [], plan_cache.plan_in_order
+    monkeypatch.setattr(plan_cache, "plan_in_order", lambda *args: plans.append(args) or build(*args))
+
+    def layers(x, lengths):
+        mask = document(lengths=lengths)
+        return tritoncp.flex_attention(tritoncp.flex_attention(x, x, x, mask), x, x, mask), mask
+
+    fast, x = torch.compile(layers, backend="aot_eager", fullgraph=True), torch.randn(1, 2, S, 8)
+    lengths = torch.tensor([24, 40])
+    for _ in range(2):
+        out, mask = fast(x, lengths)
+    assert len(plans) == 1
+    torch.testing.assert_close(out, layers(x, lengths)[0])
+    own = document(lengths=lengths)
+    for part in (causal(), lambda b, h, q, kv: q >= kv):
+        outs = [tritoncp.flex_attention(x, x, x, mask & part) for mask in (mask, own)]
+        assert torch.equal(*outs)
 
 
 def test_arguments_are_checked_in_a_graph():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -224,7 +223,8 @@ def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any
             raise TypeError("mesh is both the fifth argument and mesh=: pass one of them")
         return None, score_mod, block_mask
     if callable(score_mod):
-        _check_score_mod(score_mod)
+        if not torch.compiler.is_dynamo_compiling():  # would recompile for every function
+            call_mods.check_score_mod(score_mod)
     elif score_mod is not None:
         raise TypeError(
             f"score_mod, the fourth argument, is a {type(score_mod).__name__}; a score_mod, a mask or a Plan "
@@ -251,25 +251,6 @@ def _dense_mask_hint(argument: Any) -> str:
     if not isinstance(argument, Tensor):
         return ""
     return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
-
-
-def _check_score_mod(fn: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        return  # to inspect the signature would recompile for every function; its translation checks it
-    plain = type(fn) is FunctionType and not fn.__dict__  # a __dict__ may hold a wrapped function
-    if plain and fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
-        return  # inspect.signature takes longer than a kernel launch
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return  # a jit function or a builtin: its own translation checks it
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters if p.kind in places and p.default is inspect.Parameter.empty]
-    if len(needed) == 4 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        raise TypeError(
-            "score_mod, the fourth argument, is a mask_mod (it takes four arguments): pass the mask that "
-            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes of it"
-        )
 
 
 @untraced

@@ -24,7 +24,7 @@ from tritoncp.ops import dispatch
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.call import encode_spec
 from tritoncp.ops.dispatch import register_op
-from tritoncp.ops.graph.inputs import flatten_callable, rebuild
+from tritoncp.ops.graph.inputs import flatten_callable, is_symbol, rebuild
 
 
 def attend_in_graph(
@@ -39,8 +39,6 @@ def attend_in_graph(
     options, value = options.with_expansion(query, key, value)
     options.check(query, key, value)
     key, value = validate.shared_batch(query, key, value)
-    check_options(options.kernel_options or {})
-    scale = options.scale_for(query)
     captures: list[Tensor] = []
     numbers: list[int] = []
     score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
@@ -49,24 +47,43 @@ def attend_in_graph(
     expand, expansion = options.expand, None
     if expand is not None:
         expansion = flatten_callable(((expand.fn, *expand.arguments), expand.autocast), captures, numbers)
+    scale, graph_scale = options.scale, None
+    if is_symbol(scale):
+        scale, graph_scale = 1.0, flatten_callable(scale, captures, numbers)
+    else:
+        scale = options.scale_for(query)
+    kernel_options, graph_options = _split_options(options.kernel_options or {}, captures, numbers)
     structure = flatten_callable(block_mask, tensors, ints)
     sizes = [*validate.ShardSizes.of(query, key, expand)]
     options_of_plan = sizes, structure, world, options.positions, options.batch_offset
     plan = dispatch.run_on_values(plan_op, tensors, ints, *options_of_plan)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
-    spec = _spec(
-        score, wants, world, options.kernel_options or {}, options.returns, expansion, expand and expand.sizes
-    )
+    key_sizes = None if expand is None else expand.sizes
+    inputs = graph_scale, graph_options
+    spec = _spec(score, wants, world, kernel_options, options.returns, expansion, key_sizes, *inputs)
     captures = dispatch.as_inputs(captures)
     return forward_op(query, key, value, captures, numbers, scale, plan, spec)
 
 
+def _split_options(
+    options: dict[str, Any], captures: list[Tensor], numbers: list[int]
+) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
+    """Split kernel options into constants of the graph, which are checked, and (name, structure) of symbols,
+    which become inputs and are checked when the graph runs."""
+    constants, symbols = {}, []
+    for name, value in options.items():
+        if is_symbol(value):
+            symbols.append((name, flatten_callable(value, captures, numbers)))
+        else:
+            constants[name] = value
+    check_options(constants)
+    return constants, tuple(symbols)
+
+
 @constant_result
-def _spec(
-    score: str | None, wants: tuple[int, ...], world: str, options: dict[str, Any], returns: tuple[str, ...],
-    expansion: str | None, sizes: tuple[int, int, int] | None,
-) -> str:  # fmt: skip
-    return encode_spec(score, wants, world, tuple(sorted(options.items())), returns, expansion, sizes)
+def _spec(score: str | None, wants: tuple[int, ...], world: str, options: dict[str, Any], *rest: Any) -> str:
+    """Encode the fields of a :class:`tritoncp.ops.call.CallConstants`."""
+    return encode_spec(score, wants, world, tuple(sorted(options.items())), *rest)
 
 
 def _plan(

@@ -7,13 +7,15 @@ interval arithmetic: of a million tokens in a fraction of a second.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.bounded_cache import TensorCache
+from tritoncp.core.host_copy import host
 from tritoncp.masks.mask_mod import (
     UNBOUNDED,
     And,
@@ -105,6 +107,35 @@ class Document(MaskMod):
 
     def __repr__(self) -> str:
         return f"document(ids={list(self.ids.shape)})"
+
+
+class DocumentOfLengths(Document):
+    """The result of `document(lengths=...)` inside torch.compile, where lengths have no values: its ids are
+    computed when they are read."""
+
+    def __init__(self, lengths: Sequence[Any] | Tensor) -> None:
+        object.__setattr__(self, "lengths", lengths)
+
+    @property
+    def ids(self) -> Tensor:  # type: ignore[override]
+        return document_of(self.lengths).ids
+
+    def as_call(self) -> tuple[Callable[..., MaskMod], tuple[Any, ...]]:
+        return document_of, (self.lengths,)
+
+
+def document_of(lengths: Sequence[Any] | Tensor) -> Document:
+    """Return the document mask_mod of lengths, the same for equal numbers and for the same tensor, unedited:
+    all layers of a graph have one mask."""
+    key, tensors = (id(lengths), [lengths]) if isinstance(lengths, Tensor) else (repr(lengths), [])
+    if (mask := _DOCUMENTS.find(key, tensors)) is None:
+        with host():
+            mask = Document(_ids_from_lengths(torch.as_tensor(lengths)))
+        _DOCUMENTS.keep(key, tensors, mask)
+    return mask  # type: ignore[no-any-return]
+
+
+_DOCUMENTS = TensorCache(8)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -214,6 +245,8 @@ def sliding_window(left: int, right: int = 0) -> MaskMod:
 
 def as_int(name: str, number: Any, needed: str = "an int is needed") -> int:
     """Return a number as an int. Raises TypeError, with the words ``needed``, for a fraction or no number."""
+    if isinstance(number, int):  # in a graph a symbol, of which operator.index would make a constant
+        return number
     try:
         return operator.index(number)
     except TypeError:
@@ -239,6 +272,8 @@ def document(*, lengths: Sequence[int] | Tensor | None = None, ids: Tensor | Non
             "document: lengths= (tokens of each document) and ids= (one per token): pass one of them"
         )
     if lengths is not None:
+        if torch.compiler.is_dynamo_compiling():
+            return DocumentOfLengths(lengths)
         ids = _ids_from_lengths(torch.as_tensor(lengths))
     assert ids is not None
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.is_floating_point():
@@ -269,7 +304,7 @@ def is_closed_form(mask: Any) -> bool:
     >>> is_closed_form(causal() & (lambda b, h, q, kv: q != kv))
     False
     """
-    if type(mask) in (SlidingWindow, Document, PrefixLM, Tree):
+    if type(mask) in (SlidingWindow, Document, DocumentOfLengths, PrefixLM, Tree):
         return True
     combination = type(mask) in (And, Or, Not, Selection)
     return combination and all(map(is_closed_form, getattr(mask, "parts", None) or (mask.part,)))

@@ -10,7 +10,7 @@ import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ class MaskMod(ABC):
     def reads(self) -> tuple[bool, bool]:
         """Whether the result can depend on b, and whether it can depend on h."""
         return self.batch > 1, False
+
+    def as_call(self) -> tuple[Callable[..., MaskMod], tuple[Any, ...]]:
+        """Return a function and its arguments that make this mask_mod, by which a graph makes it when it
+        runs: the class and its fields."""
+        return type(self), tuple([getattr(self, field.name) for field in fields(self)])  # type: ignore
 
     def __and__(self, other: MaskFn) -> MaskMod:
         return and_masks(self, other)

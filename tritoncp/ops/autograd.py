@@ -29,6 +29,7 @@ from tritoncp.ops.checkpoint_policies import warn_if_repeated
 from tritoncp.ops.dispatch import (
     call_op,
     needs_dispatcher,
+    refuse_batched_gradients,
     refuse_transform,
     refuse_transforms,
     register_op,
@@ -197,6 +198,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of the arguments of :meth:`forward`."""
+        refuse_batched_gradients(dout, dlse)
         out, lse, q, k, v, *captures = ctx.saved_tensors
         call = ctx.call.with_captures(captures)
         dout = torch.zeros_like(out) if dout is None else dout
@@ -222,8 +224,8 @@ class Final(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(
-            "tritoncp.flex_attention has no second derivative: compute it with torch's flex_attention, on "
-            "one device and a small problem"
+            "tritoncp.flex_attention has no second derivative: for a small problem on one device, use "
+            "tritoncp.reference.dense.dense_attention(q, k, v, mask, score_mod), which is plain torch"
         )
 
 

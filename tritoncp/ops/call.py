@@ -13,6 +13,7 @@ from torch import Tensor
 from tritoncp.core.handles import handle_of, object_of
 from tritoncp.core.host_copy import on_host
 from tritoncp.distributed import groups
+from tritoncp.kernels.options import check_options
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods
 from tritoncp.ops.expand import Expansion
@@ -123,12 +124,13 @@ class OpArguments(NamedTuple):
         in the forward pass of a graph, where the op that looks up the plan has done so."""
         named, spec, score, expand = object_of(self.plan), decode_spec(self.spec), None, None
         score_tensors: Sequence[Tensor] = ()
+        scale, options = self.scale, spec.options
         is_call = isinstance(named, Call)
         if is_call or is_backward:
             (named.plan if is_call else named).check_sources()
         if is_call:
             return named.with_captures(self.captures)
-        if spec.graph_score or spec.graph_expand:
+        if spec.has_inputs:
             from tritoncp.ops.graph import inputs  # late: it imports Dynamo, which plans do not need
 
             tensors, ints = iter(self.captures), iter(self.ints)
@@ -138,8 +140,13 @@ class OpArguments(NamedTuple):
             if spec.graph_expand:
                 (fn, *arguments), autocast = inputs.rebuild(spec.graph_expand, tensors, ints)
                 expand = Expansion.of(fn, arguments, spec.sizes or (), autocast)
-        rest = spec.group, spec.options, spec.returns, expand, score_tensors
-        return Call(named, score, self.scale, *rest)
+            if spec.graph_scale:
+                scale = float(inputs.rebuild(spec.graph_scale, tensors, ints))
+            if spec.graph_options:
+                numbers = [(name, inputs.rebuild(part, tensors, ints)) for name, part in spec.graph_options]
+                options = tuple(sorted([*options, *numbers]))
+                check_options(dict(options))
+        return Call(named, score, scale, spec.group, options, spec.returns, expand, score_tensors)
 
     def with_leaves(self) -> OpArguments:
         """Detach the captures and mark those in ``wants`` as requiring grad, which an op's inputs do not."""
@@ -162,6 +169,8 @@ class CallConstants(NamedTuple):
     world:       name of the process group; "": all ranks are in this process
     graph_expand: structure of ((fn, *arguments), autocast) of an :class:`Expansion`, or None
     sizes:       (Hkv, D, E) of expanded keys and values; None without ``expand``
+    graph_scale: structure of a scale that differs between runs of the graph, or None
+    graph_options: (name, structure) of the kernel options that differ; ``options`` has the others
     """
 
     graph_score: str | None
@@ -171,6 +180,13 @@ class CallConstants(NamedTuple):
     returns: tuple[str, ...]
     graph_expand: str | None = None
     sizes: Sequence[int] | None = None
+    graph_scale: str | None = None
+    graph_options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether inputs of the graph are parts of the call, besides tensors and the plan."""
+        return bool(self.graph_score or self.graph_expand or self.graph_scale or self.graph_options)
 
     @property
     def group(self) -> Any:
@@ -187,7 +203,8 @@ def encode_spec(*fields: Any) -> str:
 @lru_cache(256)
 def decode_spec(text: str) -> CallConstants:
     """Decode the text of :func:`encode_spec`."""
-    graph_score, wants, world, options, returns, *expand = json.loads(text)
-    return CallConstants(
-        graph_score, tuple(wants), world, tuple(map(tuple, options)), tuple(returns), *expand
+    spec = CallConstants(*json.loads(text))
+    options, graph_options = (tuple(map(tuple, pairs)) for pairs in (spec.options, spec.graph_options))
+    return spec._replace(
+        wants=tuple(spec.wants), returns=tuple(spec.returns), options=options, graph_options=graph_options
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +29,11 @@ def translate_score(
     Triton. Returns it without its captured tensors, then the tensors, which have to be on the queries'
     ``device``: they may be edited between calls and may require gradients, so that a cached copy would be
     wrong."""
-    score, tensors = translate(score_mod, 5, stats_dtype(dtype))
+    try:
+        score, tensors = translate(score_mod, 5, stats_dtype(dtype))
+    except TypeError:
+        check_score_mod(score_mod)  # in a graph it was not
+        raise
     for tensor in tensors:
         if tensor.ndim and tensor.device != device:
             raise ValueError(
@@ -35,6 +41,24 @@ def translate_score(
                 f"{device}; move it there once, before the call: tensor.to({str(device)!r})"
             )
     return score, tensors
+
+
+def check_score_mod(fn: Any) -> None:
+    """Raise TypeError for a mask_mod in place of a score_mod."""
+    plain = type(fn) is types.FunctionType and not fn.__dict__  # a __dict__ may hold a wrapped function
+    if plain and fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
+        return  # inspect.signature takes longer than a kernel launch
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return  # a jit function or a builtin: its own translation checks it
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in places and p.default is inspect.Parameter.empty]
+    if len(needed) == 4 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        raise TypeError(
+            "score_mod, the fourth argument, is a mask_mod (it takes four arguments): pass the mask that "
+            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes of it"
+        )
 
 
 def translate_mask(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:

@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    is_legacy_batchedtensor,
+    peek_interpreter_stack,
+)
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -42,6 +47,7 @@ def register_op(
     _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _OPS.impl(name, run_body, "CompositeExplicitAutograd")
     _OPS.impl(name, lambda *args: refuse_transform(TransformType.Vmap, caller), "FuncTorchBatched")
+    _OPS.impl(name, lambda *args: refuse_several_gradients(caller), "Batched")
     if autograd_kernel is not None:
         _OPS.impl(name, autograd_kernel, "Autograd")
     torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
@@ -171,6 +177,21 @@ def refuse_transforms() -> None:
         return
     for interpreter in reversed(get_interpreter_stack() or []):
         refuse_transform(interpreter.key())
+
+
+def refuse_batched_gradients(*gradients: Tensor | None) -> None:
+    """Raise RuntimeError in a backward pass of several gradients at once, for which autograd has a vmap other
+    than that of torch.func."""
+    for gradient in gradients:
+        if gradient is not None and is_legacy_batchedtensor(gradient):
+            refuse_several_gradients()
+
+
+def refuse_several_gradients(caller: str = "flex_attention") -> None:
+    raise RuntimeError(
+        f"tritoncp.{caller} has one gradient in a backward pass, and got several, as by "
+        "is_grads_batched=True or jacobian(vectorize=True): call torch.autograd.grad once for each of them"
+    )
 
 
 def refuse_transform(kind: Any, caller: str = "flex_attention") -> None:

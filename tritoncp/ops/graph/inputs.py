@@ -7,7 +7,6 @@ have changed. Inside an op, which gets the values, :func:`rebuild` makes the fun
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import types
@@ -40,6 +39,19 @@ def flatten_callable(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
     return _flatten(thing, tensors, ints, is_called=True)
 
 
+def is_symbol(thing: Any) -> bool:
+    """Return whether a value is a number that differs between runs of the graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        return isinstance(thing, torch.SymInt | torch.SymFloat)
+    from torch._dynamo.comptime import comptime
+
+    from tritoncp.ops.graph import variables
+
+    answer = False
+    comptime(variables.set_is_symbol)  # sets the answer
+    return answer
+
+
 def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool = False) -> str:
     """Flatten an object by its type. is_called: it is the mod, so that only state that its call reads
     counts."""
@@ -67,8 +79,8 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
         parts = [*thing.tensors, *thing.numbers]
         return f'["mod",{_mod_id(thing.digest)},{_flatten_all(parts, tensors, ints)}]'
     if isinstance(thing, MaskMod):
-        values = [getattr(thing, field.name) for field in dataclasses.fields(thing)]  # type: ignore[arg-type]
-        return f'["call",{_constant_id(type(thing))},{_flatten_all(values, tensors, ints)}]'
+        make, values = thing.as_call()
+        return f'["call",{_constant_id(make)},{_flatten_all(values, tensors, ints)}]'
     if isinstance(thing, BlockMask):
         values = [getattr(thing, name) for name in _BLOCK_MASK_FIELDS]
         return f'["blocks",{_constant_id(BlockMask)},{_flatten_all(values, tensors, ints)}]'

@@ -43,8 +43,21 @@ def set_layout(context: Any) -> None:
     translator.symbolic_locals["parts"] = TupleVariable(parts)
 
 
+def set_is_symbol(context: Any) -> None:
+    """Set the local variable ``answer`` of a frame that Dynamo traces: whether its variable ``thing`` is a
+    number that differs between runs of the graph."""
+    translator = context._ComptimeContext__tx
+    answer = isinstance(_variable_of(context), SymNodeVariable)
+    translator.symbolic_locals["answer"] = VariableTracker.build(translator, answer)
+
+
+def _variable_of(context: Any) -> Any:
+    """Return Dynamo's variable of the local variable ``thing``."""
+    return context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+
+
 def _layout_of_variable(context: Any, parts: list[Any]) -> Layout:
-    variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+    variable = _variable_of(context)
     try:
         if isinstance(variable, NestedUserFunctionVariable):
             return "inside", _register_inner(variable, parts)
@@ -72,7 +85,7 @@ def guard_identity(context: Any) -> None:
     """Add an identity guard on the local variable ``thing`` of a frame that Dynamo traces, if it is from
     outside of the graph; Dynamo's own guards compare functions by their code only. Numbers and strings need
     none."""
-    variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+    variable = _variable_of(context)
     if variable.source is not None and not isinstance(variable, ConstantVariable | SymNodeVariable):
         install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
 
