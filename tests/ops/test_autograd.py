@@ -1,7 +1,9 @@
 """Tests of the registered ops: their contracts with torch, saved tensors, and edits between the passes."""
 
 import gc
+import pickle
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -267,23 +269,32 @@ def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
     assert current == [0]
 
 
-@pytest.mark.usefixtures("cpu_engine")
-def test_a_plan_outlives_the_copy_of_its_handle_that_a_hook_saves():
-    """Saved-tensor hooks copy the handle, and no other reference to the plan exists in the backward pass."""
-    q, k, v = (x.requires_grad_() for x in inputs(length=40))
+COPIES = {  # of a saved tensor: each returns a function that gives it back
+    "clone": lambda x: partial(torch.clone, x.detach().clone()),
+    "numpy": lambda x: partial(torch.from_numpy, x.detach().numpy().copy()),
+    "bytes": lambda x: partial(pickle.loads, pickle.dumps(x.detach())),
+    "part of a buffer": lambda x: partial(torch.squeeze, torch.stack([x.detach()] * 2)[1:], 0),
+}
 
-    def attend():
-        plan = make_plan(create_block_mask(causal(), 1, 1, 40, 40, BLOCK_SIZE=16))
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
-            return tritoncp.flex_attention(q, k, v, plan)
 
-    out = attend()
+@pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", COPIES)
+def test_saved_tensor_hooks_may_copy_what_a_call_saves(name, compiled):
+    """No other reference to the plan exists in the backward pass, and other plans were made since."""
+    call = tritoncp.flex_attention
+    call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    x = [t.requires_grad_() for t in inputs(length=40)]
+
+    def attend(call, mod):
+        plan = make_plan(create_block_mask(mod, 1, 1, 40, 40, BLOCK_SIZE=16))
+        with torch.autograd.graph.saved_tensors_hooks(COPIES[name], lambda saved: saved()):
+            return call(*x, plan)
+
+    mods = causal(), tritoncp.sliding_window(7)
+    outs = [attend(call, mod) for mod in mods]
     gc.collect()
-    make_plan(create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16))  # handles of the dead are let go
-    tritoncp.flex_attention(*inputs(length=48), make_plan(create_block_mask(causal(), 1, 1, 48, 48)))
-    got = torch.autograd.grad(out.sum(), (q, k, v))
-    want = torch.autograd.grad(
-        tritoncp.flex_attention(q, k, v, create_block_mask(causal(), 1, 1, 40, 40)).sum(), (q, k, v)
-    )
-    for a, b in zip(got, want):
-        torch.testing.assert_close(a, b)
+    for out, mod in zip(outs, mods):
+        want = torch.autograd.grad(tritoncp.flex_attention(*x, mod).sum(), x)
+        for a, b in zip(torch.autograd.grad(out.sum(), x), want, strict=True):
+            torch.testing.assert_close(a, b)

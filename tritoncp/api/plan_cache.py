@@ -51,12 +51,7 @@ class CacheInfo(NamedTuple):
     most_bytes: int
 
 
-def nbytes(plan: Plan) -> int:
-    """Return the bytes of a plan's mask and placements."""
-    return plan.mask.nbytes + plan.q.nbytes + plan.kv.nbytes
-
-
-_CACHES = OwnedState(lambda: TensorCache(MAX_PLANS, lambda entry: nbytes(entry[0]), MAX_BYTES))
+_CACHES = OwnedState(lambda: TensorCache(MAX_PLANS, lambda entry: entry[0].nbytes, MAX_BYTES))
 _COUNTS = {"hits": 0, "misses": 0}
 plan_log, cache_log = area_logger("plan"), area_logger("cache")
 _WARNED: set[Any] = set()  # (name of a mask_mod, number of ranks) with a warning about uneven work
@@ -133,7 +128,7 @@ def plan_cache_info() -> CacheInfo:
     (2, 1, 1)
     """
     plans = [plan for cache in _CACHES.values() for plan, _ in cache.values()]
-    total = sum(map(nbytes, plans))
+    total = sum(plan.nbytes for plan in plans)
     return CacheInfo(**_COUNTS, plans=len(plans), nbytes=total, most=MAX_PLANS, most_bytes=MAX_BYTES)
 
 

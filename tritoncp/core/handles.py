@@ -1,44 +1,112 @@
 """Handles: tensors that stand for Python objects in ops and compiled graphs, whose arguments are tensors.
 
 A handle is a 0-d int64 tensor on the CPU. Its value is an input of the graph, not a constant, so that a graph
-compiled for one object is reused for others of its kind.
+compiled for one object is reused for others of its kind. The value alone names the object, so that a copy of
+a handle names it too: a clone, a copy on another device or on disk. Every process numbers its objects from a
+random start, so that a handle in a saved program names no object of the process that loads it.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
+import os
+import secrets
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.host_copy import normal_tensors
 
-_HELD: dict[int, tuple[Any, StorageWeakRef]] = {}
-_NUMBERS = itertools.count()
-_LOCK = threading.Lock()  # for _HELD
+_SPAN = 1 << 40  # numbers that a process may use
+_STARTS: list[int] = []  # of this process, after those of the processes that it was forked from
+_NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# Objects by number, as long as something keeps them: those known by `stand_for`, and those of `handle_of`.
+_KNOWN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_NAMED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# What keeps the objects of `handle_of`: memory of their handles, by id of a reference to it.
+_HELD: dict[int, tuple[weakref.ref[Any], Any]] = {}
+# Objects whose handles saved-tensor hooks may copy to where nothing tells when the last copy is gone.
+_KEPT: BoundedCache[int, Any] = BoundedCache(64, lambda thing: getattr(thing, "nbytes", 0), 1 << 30)
+
+
+class _Box:
+    """Holds an object that cannot be referred to weakly."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+
+def _count() -> Iterator[int]:
+    """Return the numbers of this process; called again after a fork."""
+    _STARTS.append(secrets.randbits(62))
+    return itertools.count(_STARTS[-1])
+
+
+def _count_anew() -> None:
+    global _FREE
+    _FREE = _count()
+
+
+_FREE = _count()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_anew)
 
 
 def handle_of(thing: Any) -> Tensor:
     """Make a handle of an object. It keeps the object alive as long as the handle's memory is alive, for
     example in a saved graph; the object itself must not refer to the handle.
 
-    >>> plan = object()
-    >>> object_of(handle_of(plan)) is plan
+    >>> plan = lambda: None
+    >>> object_of(handle_of(plan).clone()) is plan
     True
     """
-    number = next(_NUMBERS)
+    thing = _Box(thing) if isinstance(thing, tuple) else thing
+    number = _NUMBERS.get(thing)
+    if number is None:
+        number = _NUMBERS[thing] = next(_FREE)
+    _NAMED.setdefault(number, thing)
     with normal_tensors():  # autograd may save the handle
         handle = torch.tensor(number, device="cpu")
-    with _LOCK:
-        expired = [_HELD.pop(name) for name in [n for n, (_, memory) in _HELD.items() if memory.expired()]]
-        _HELD[number] = thing, StorageWeakRef(handle.untyped_storage())
-    del expired  # after the lock is released, since these objects may free others
+    memory = weakref.ref(handle.untyped_storage(), _let_go)  # torch keeps this object as long as the memory
+    _HELD[id(memory)] = memory, thing
+    if saved_tensors_hooks(False) is not None:
+        _KEPT.put(number, thing)
     return handle
 
 
+def _let_go(memory: weakref.ref[Any]) -> None:
+    _HELD.pop(id(memory), None)
+
+
+def stand_for(thing: Any, handle: Tensor) -> None:
+    """Make a handle name another object as long as that lives: one that refers to the handle."""
+    number = int(handle)
+    _KNOWN[number], _NUMBERS[thing] = thing, number
+
+
 def object_of(handle: Tensor) -> Any:
-    """Return the object of a handle."""
-    return _HELD[int(handle)][0]
+    """Return the object of a handle. Raises RuntimeError for a handle of another process, and for one whose
+    object was freed."""
+    number = int(handle)
+    thing = _KNOWN.get(number)
+    if thing is None and (thing := _NAMED.get(number)) is None:
+        raise RuntimeError(_describe_unknown(number))
+    return thing.thing if type(thing) is _Box else thing
+
+
+def _describe_unknown(number: int) -> str:
+    if any(start <= number < start + _SPAN for start in _STARTS):
+        return (
+            "the mask or plan of a traced or compiled program was freed: keep it as long as the program may "
+            f"run (under saved-tensor hooks the last {_KEPT.size} are kept)"
+        )
+    return (
+        "a program that was exported, compiled or traced in another process refers to a mask or plan of that "
+        "process, which this one does not have: pass the mask as an argument of the program, not as an "
+        "attribute, a global or a captured variable, or make the program again in this process"
+    )

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp import mods
 from tritoncp.core.dynamo_boundary import host_only
-from tritoncp.core.handles import handle_of
+from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import bound_ragged_blocks, lists_from_blocks
@@ -78,6 +78,7 @@ class Mask(BlockMaskInterface):
         copy = object.__new__(type(self))  # a handle that refers to self would be a reference cycle
         vars(copy).update(vars(self))
         object.__setattr__(self, "handle", handle_of(copy))
+        stand_for(self, self.handle)
 
     def check_state(self, state: ModState | None = None, user: str = "mask") -> None:
         """Raise RuntimeError if state that the mask_mod reads has changed since the mask was made.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.handles import handle_of
+from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.masks.block_runs import Runs
@@ -121,7 +121,11 @@ class Plan(BlockMaskInterface):
 
     def pinned(self) -> Plan:
         """Return the plan with a handle, by which ops find it while the handle exists."""
-        return self if self.handle is not None else replace(self, handle=handle_of(self))
+        if self.handle is not None:
+            return self
+        pinned = replace(self, handle=handle_of(self))
+        stand_for(pinned, pinned.handle)
+        return pinned
 
     @property
     def digest(self) -> bytes:
@@ -199,6 +203,11 @@ class Plan(BlockMaskInterface):
     def BLOCK_SIZE(self) -> tuple[int, int]:
         """(queries, keys) of a block, in tokens."""
         return self.mask.BLOCK_SIZE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the mask and the placements."""
+        return self.mask.nbytes + self.q.nbytes + self.kv.nbytes
 
     def sparsity(self) -> float:
         """Return the percentage of the global mask outside of listed blocks."""

@@ -1,0 +1,70 @@
+"""Tests of handles: their value alone names an object, in this process and in no other."""
+
+import gc
+import pickle
+
+import pytest
+import torch
+
+from tests.command_process import run_code
+from tritoncp.core.handles import handle_of, object_of, stand_for
+
+
+class Thing:
+    pass
+
+
+def test_copies_of_a_handle_name_its_object_as_long_as_anything_keeps_that():
+    thing, ref = Thing(), None
+    handle = handle_of(thing)
+    for copy in (handle.clone(), torch.from_numpy(handle.numpy().copy()), pickle.loads(pickle.dumps(handle))):
+        assert object_of(copy) is thing
+    assert torch.equal(handle_of(thing), handle)  # one number for each object, however often it is asked for
+    view, kept, copy = handle[None], id(thing), handle.clone()
+    del handle, thing, ref
+    gc.collect()
+    assert id(object_of(copy)) == kept  # by the memory of the view
+    del view
+    gc.collect()
+    with pytest.raises(RuntimeError, match="was freed: keep it"):
+        object_of(copy)
+
+
+def test_an_object_that_refers_to_its_handle_is_freed_with_its_last_reference():
+    state, thing = Thing(), Thing()
+    thing.handle = handle_of(state)
+    stand_for(thing, thing.handle)
+    copy = thing.handle.clone()
+    assert object_of(copy) is thing
+    handle = thing.handle
+    del thing
+    gc.collect()
+    assert object_of(copy) is state
+    del handle, state
+    gc.collect()
+    with pytest.raises(RuntimeError, match="was freed"):
+        object_of(copy)
+
+
+FORKED = """
+import os
+from tritoncp.core.handles import handle_of, object_of
+before = handle_of(print)
+r, w = os.pipe()
+if not (child := os.fork()):
+    assert object_of(before) is print
+    os.write(w, str(int(handle_of(list))).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+theirs, ours = int(os.read(r, 100)), int(handle_of(list))
+assert ours == int(before) + 1 and theirs != ours
+try:
+    object_of(before.new_tensor(theirs))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.long
+def test_processes_number_their_objects_apart_after_a_fork_too():
+    assert "traced in another process" in run_code(FORKED)
