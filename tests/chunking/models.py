@@ -146,6 +146,26 @@ class Model(nn.Module):
         return self.norm(x)
 
 
+# Functions of x [B, S, W], for W a multiple of 8, that read no shape of it.
+ROW_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms norm": lambda x: F.rms_norm(x, x.shape[2:]),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[2:]),
+    "softmax": lambda x: x.softmax(-1),
+    "log-sum-exp": lambda x: x - x.logsumexp(-1, keepdim=True),
+    "deviation": lambda x: x / x.std(-1, keepdim=True),
+    "masked": lambda x: torch.where(x > 0, x, 0),
+    "running sum": lambda x: x.cumsum(-1),
+    "product of heads": lambda x: (x.unflatten(-1, (4, -1)) @ x.unflatten(-1, (4, -1)).mT).flatten(2)[..., :16],
+    "heads": lambda x: x.unflatten(-1, (2, -1)).transpose(1, 2).contiguous().sin().transpose(1, 2).flatten(2),
+    "tokens first": lambda x: x.transpose(0, 1).contiguous().sin().transpose(0, 1),
+    "one list of tokens": lambda x: x.flatten(0, 1).sin().view_as(x),
+    "first channel": lambda x: x[..., :1].expand_as(x),
+    "halves": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
+    "gate": lambda x: F.glu(x.repeat(1, 1, 2)),
+    "largest channels": lambda x: torch.zeros_like(x).scatter(-1, *x.topk(3, -1)[::-1]),
+}
+
+
 def in_chunks(model: nn.Module, chunks: int, dim: str) -> Any:
     """Return a copy of a model, each of whose layers runs in chunks without a graph."""
     eager: Any = copy.deepcopy(model)

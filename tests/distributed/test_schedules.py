@@ -227,7 +227,8 @@ def test_a_plan_with_another_schedule_is_another_plan() -> None:
 
 
 def test_results_are_laid_out_as_queries_whose_length_nothing_bounds() -> None:
-    """As in the last chunk of a graph, where values have other channels than queries."""
+    """As in the last chunk of a graph, where values may have other channels than queries, and rows may be the
+    innermost dimension."""
     env = ShapeEnv()
     with FakeTensorMode(shape_env=env):
         whole = env.create_unbacked_symint()
@@ -237,7 +238,9 @@ def test_results_are_laid_out_as_queries_whose_length_nothing_bounds() -> None:
         out = laid_out_as(q, 4)
         pairs = (rows, rows), (rows + 1, rows), (rows, rows + 1)
         assert [buffers._compare(*pair) for pair in pairs] == [0, 0, -1]
-    assert out.stride()[1:] == (4, 12, 1)
+        turned = [torch.empty_strided((2, 3, n, 8), (24 * n, 8 * n, 1, n)) for n in (whole, rows)]
+        innermost = [laid_out_as(x, 8).stride(3) for x in (q, *turned)]
+    assert out.stride()[1:] == (4, 12, 1) and innermost == [1, 1, 1]
 
 
 def test_a_message_ends_with_zeros() -> None:

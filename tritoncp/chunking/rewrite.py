@@ -98,8 +98,7 @@ class Rewrite(StepGraph):
             for node in reversed(self.added):
                 self.graph.erase_node(node)
             raise
-        for c, fresh in enumerate(self.fresh):
-            self.sizes.copy_asserts(c, fresh)
+        self.sizes.assert_sizes(self.fresh)
         for node, args, kwargs in self.links:
             node.args, node.kwargs = args, kwargs
         for node in self.order:

@@ -189,14 +189,20 @@ class CutSymbol:
         if renamed:
             copy.meta["unbacked_bindings"] = renamed
 
-    def copy_asserts(self, c: int, fresh: Symbols) -> None:
-        """Assert of a chunk's sizes that are read from data what torch asserts of those of the whole, since
-        compilers decide by it."""
+    def assert_sizes(self, fresh: Sequence[Symbols]) -> None:
+        """Assert what compilers decide by: that the last chunk has a row, which torch cannot tell of the
+        difference that is its size, and, of the sizes that each chunk reads from data, what torch asserts of
+        those of the whole."""
+        if self.symbol not in self.env.backed_var_to_val:
+            last = self.size_of(range(self.chunks - 1, self.chunks))
+            message = f"a size in {self.chunks} chunks leaves no row for the last: cut fewer chunks"
+            self.env.guard_or_defer_runtime_assert(sympy.Gt(last, 0), message)
         asserts = [x for group in self.env.deferred_runtime_asserts.values() for x in group]
-        symbols = {self.symbol: self.size_of(range(c, c + 1)), **fresh}
-        for whole in asserts:
-            if whole.expr.free_symbols & fresh.keys():
-                self.env.guard_or_defer_runtime_assert(whole.expr.xreplace(symbols), whole.msg)
+        for c, own in enumerate(fresh):
+            symbols = {self.symbol: self.size_of(range(c, c + 1)), **own}
+            for whole in asserts:
+                if whole.expr.free_symbols & own.keys():
+                    self.env.guard_or_defer_runtime_assert(whole.expr.xreplace(symbols), whole.msg)
 
 
 def input_symbols(graph: Graph) -> set[Any]:

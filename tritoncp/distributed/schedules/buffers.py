@@ -54,8 +54,10 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
     >>> laid_out_as(torch.empty(8).expand(2, 7, 3, 8), 4).is_contiguous()
     True
     """
-    *strides, inner = x.stride()
-    if inner == 1 and channels == x.shape[3] and 0 not in strides:
+    strides = x.stride()
+    # A symbolic stride is taken for neither 0 nor 1: to compare it would be a guard on a size of the graph.
+    numbers = strides if type(x) is Tensor else [n if type(n) is int else None for n in strides]
+    if numbers[3] == 1 and channels == x.shape[3] and 0 not in numbers:
         return torch.empty_like(x, dtype=dtype)
     by_size = functools.cmp_to_key(_compare)
     order = *sorted(range(3), key=lambda dim: by_size(strides[dim]), reverse=True), 3
