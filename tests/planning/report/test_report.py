@@ -24,7 +24,14 @@ from tritoncp.planning.plan import Plan
 from tritoncp.planning.report import drawing
 from tritoncp.planning.report.command import check_size
 from tritoncp.planning.report.facts import Facts
-from tritoncp.planning.report.text import WIDTH, format_blocks, format_lines, format_meaning, format_work
+from tritoncp.planning.report.text import (
+    WIDTH,
+    format_blocks,
+    format_heading,
+    format_lines,
+    format_meaning,
+    format_work,
+)
 
 LAYER = {"batch": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "v_head_dim": 32, "itemsize": 4}
 
@@ -42,6 +49,7 @@ PLANS = {
     "one block": document_plan(128, 2),  # one rank has it, and the other schedules cost next to nothing
     "many ranks": build(create_block_mask(sliding_window(512), 1, 1, 1 << 17, 1 << 17), 300),
     "several heads": build(full_mask(1000, 300, B=2, H=3, block=(64, 32)), 3),
+    "balancer compared": document_plan(4096, 4, "auto"),  # the longest reason
 }
 
 
@@ -51,6 +59,9 @@ def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path
     figure = plan.plot(tmp_path / "new" / "folder" / "plan.png")
     assert Image.open(tmp_path / "new" / "folder" / "plan.png").size == (1500, 1220)
     assert figure._repr_png_()[:4] == b"\x89PNG", "a notebook shows it"
+    for text in [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]:
+        box = text.get_window_extent()
+        assert 0 <= box.x0 <= box.x1 <= 1500 and 0 <= box.y0 <= box.y1 <= 1220, text
     axes = {axes.get_title("left"): axes for axes in figure.axes}
     bars = axes["Work of each rank"].patches
     assert [bar.get_height() for bar in bars] == plan.work
@@ -66,7 +77,7 @@ def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path
     plan.plot(tmp_path / "plan.svg", heads=16, kv_heads=4)
     drawn = html.unescape(re.sub("<[^>]*>", " ", (tmp_path / "plan.svg").read_text()))
     for text, facts in ((drawn, Facts.of(plan, heads=16, kv_heads=4)), (str(plan), Facts.of(plan))):
-        parts = [f"{plan.imbalance:.3f}", *format_meaning(facts)]
+        parts = [format_heading(plan), plan.reason, f"{plan.imbalance:.3f}", *format_meaning(facts)]
         schedules = [*(one.schedule for one in facts.costs), f"→ {plan.schedule}"]
         parts += schedules if plan.world_size > 1 else ["one rank: nothing is sent"]
         assert [part for part in parts if part not in " ".join(text.split())] == []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning.report.facts import Facts
-from tritoncp.planning.report.text import format_costs, format_meaning, format_title
+from tritoncp.planning.report.text import format_costs, format_heading, format_meaning
 from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ FULL, MASKED = 1.0, 0.55  # opacity of the owner's colour
 SOME = 0.4  # least opacity of a pixel that stands for many blocks, any of them listed
 INK, GREY, OWN = "#212529", "#6c757d", "#f0be50"
 NO_OWNER = (222 / 255, 226 / 255, 230 / 255)
-MASK_WIDTH, TITLE_WIDTH = 90, 150  # characters of the two lines above the picture
+MASK_WIDTH = 90  # characters of the mask above the picture
 FEW = 10  # most ranks with a distinct palette
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False,
@@ -63,9 +63,9 @@ def draw_figure(facts: Facts, path: str | Path | None = None) -> Figure:
     panels = {"M": _draw_mask, "W": _draw_work, "R": _draw_reads, "T": _write_meaning}
     with matplotlib.rc_context(STYLE):
         figure = PlanFigure(figsize=(15, 12.2), dpi=100, layout="constrained")
-        title = f"{shorten(facts.expression, MASK_WIDTH)}\n{shorten(format_title(facts.plan), TITLE_WIDTH)}"
+        title = f"{shorten(facts.expression, MASK_WIDTH)}\n{format_heading(facts.plan)}"
         figure.suptitle(title.strip(), x=0.02, ha="left", size=12)
-        axes = figure.subplot_mosaic("MW;MR;TT", width_ratios=(3, 2), height_ratios=(3, 7, 3.3))
+        axes = figure.subplot_mosaic("MW;MR;TT", width_ratios=(3, 2), height_ratios=(3, 7, 3.9))
         for name, draw in panels.items():
             draw(axes[name], facts)
         if path is not None:
@@ -129,11 +129,12 @@ def _draw_mask(axes: Axes, facts: Facts) -> None:
 
 def _write_meaning(axes: Axes, facts: Facts) -> None:
     """Write what the figures mean in plain words, and what each schedule would cost a layer."""
-    lines = [line for sentence in format_meaning(facts) for line in textwrap.wrap(sentence, 190)]
+    sentences = [*format_meaning(facts), f"Why it is sent so: {facts.plan.reason}." * bool(facts.plan.reason)]
+    lines = [line for sentence in sentences for line in textwrap.wrap(sentence, 190)]
     text = "\n".join([*lines, "", *format_costs(facts)])
     axes.set_axis_off()
-    axes.set_title("What this means", y=0.88)
-    axes.text(0, 0.84, text, va="top", size=8.5, linespacing=1.5, family="DejaVu Sans Mono")
+    axes.set_title("What this means", y=0.86)
+    axes.text(0, 0.82, text, va="top", size=8.5, linespacing=1.5, family="DejaVu Sans Mono")
 
 
 def _draw_work(axes: Axes, facts: Facts) -> None:

@@ -83,12 +83,16 @@ def _format_pieces(plan: Plan) -> str:
 
 
 def format_title(plan: Plan) -> str:
-    """Format sizes, ranks, balancer and schedule of a plan as one line."""
+    """Format sizes, ranks, balancer and schedule of a plan, and why it has that schedule, as one line."""
+    return format_heading(plan) + (f" ({plan.reason})" if plan.reason else "")
+
+
+def format_heading(plan: Plan) -> str:
+    """Format sizes, ranks, balancer and schedule of a plan."""
     mask = plan.mask
     size = f"{mask.q_len} queries × {mask.kv_len} keys, blocks of {mask.q_block} × {mask.kv_block}"
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks, this is {plan.rank}"
-    why = f" ({plan.reason})" if plan.reason else ""
-    return f"Plan: {size}; {ranks}; order {plan.balancer}; schedule {plan.schedule}{why}"
+    return f"Plan: {size}; {ranks}; order {plan.balancer}; schedule {plan.schedule}"
 
 
 def format_blocks(plan: Plan) -> list[str]:
