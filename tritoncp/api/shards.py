@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api import validate
-from tritoncp.api.group_call import group_call, place_in_group
+from tritoncp.api.group_call import place_in_group
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
 from tritoncp.masks.closed_forms import Document, document
@@ -23,7 +23,6 @@ from tritoncp.planning.plan import Plan
 
 
 @graph_entry
-@group_call
 def shard(
     x: Tensor,
     plan_or_mask: MaskLike | None,

@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.api import plan_cache, plans, shards, validate
-from tritoncp.api.attention import KeywordOptions, Options, ScoreMod, make_call, sort_arguments
+from tritoncp.api.attention import (
+    KeywordOptions,
+    Options,
+    ScoreMod,
+    flex_attention,
+    make_call,
+    sort_arguments,
+)
+from tritoncp.api.keywords import unexpected_keyword
 from tritoncp.api.mask_source import Sources
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.masks.mask import Mask
@@ -116,6 +124,8 @@ class World:
         [torch.Size([1, 2, 256, 16]), torch.Size([1, 2, 256, 16])]
         """
         dispatch.refuse_transforms()
+        if (wrong := unexpected_keyword(flex_attention, options)) is not None:
+            raise wrong
         score_mod, block_mask, _ = sort_arguments(score_mod, block_mask, None)
         mask = plain_mask(block_mask)
         shards: tuple[Sequence[Any], ...]

@@ -61,11 +61,6 @@ def table_of(group: Any) -> Table:
     return _TABLES.of(group)
 
 
-def groups_of(plan: Plan) -> list[Any]:
-    """Return the groups whose ranks made or compared this plan."""
-    return [group for group, table in _TABLES.items() if plan.identity in table.plans]
-
-
 def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Compare a call across the ranks, if its signature or plan is new to the group, or if TRITONCP_CHECK=1.
 
