@@ -74,6 +74,18 @@ def wide_mask(mod, batch=1):
     return tritoncp.create_block_mask(mod, batch, 1, 64, 64, BLOCK_SIZE=16)
 
 
+@pytest.mark.parametrize("tokens", [1, S // 2, S - 1, S, S + 1, 2 * S])
+def test_documents_and_trees_have_as_many_tokens_as_the_plan(tokens):
+    ids = torch.arange(tokens) // 5
+    kinds = ids, ids.expand(2, -1), document(ids=ids), document(lengths=[tokens]), tritoncp.tree([-1], [tokens])
+    for kind in kinds:
+        if tokens == S:
+            assert positions(plan_of(2, 1), kind).shape[1] == S // 2
+        else:
+            with pytest.raises(ValueError, match=f"is of {tokens} tokens, and the plan of {S}: pass"):
+                positions(plan_of(2, 1), kind)
+
+
 def test_masks_that_share_a_placement_are_weighed_together():
     late = wide_mask(lambda b, h, q, kv: (q >= 48) | (q == kv))
     early = wide_mask(lambda b, h, q, kv: (q < 16) | (q == kv))

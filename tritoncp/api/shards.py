@@ -79,6 +79,7 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
     documents: document index of each global token, [N] or [B, N], or the ``document(...)`` mask: positions
     then start at 0 in every document, as rotary embeddings of packed sequences need them. With a
     ``tree(...)`` mask a position is the depth of the token: the number of tokens before it on its path.
+    Raises ValueError for documents or a tree of another number of tokens or batch rows than the plan's.
 
     >>> from tritoncp import causal, create_block_mask, make_plan, tree
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
@@ -92,6 +93,11 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
         return at
     within = _positions_within(documents, plan.q.length)  # [B or 1, N]
     batch = max(len(within), len(at))
+    if min(len(within), len(at)) not in (1, batch):
+        raise ValueError(
+            f"documents has {len(within)} batch rows, and the plan places {len(at)}; pass the documents of the "
+            "batch that the plan was made for"
+        )
     local = within.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
     return local.masked_fill(at < 0, -1)
 
@@ -99,12 +105,18 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
 def _positions_within(documents: Any, length: int) -> Tensor:
     """Return each token's position in its document, or its depth in a tree: int64 [B or 1, length]."""
     mask = document(ids=documents) if isinstance(documents, Tensor) else documents
-    if isinstance(mask, Tree):
-        return mask.positions(length)
-    if not isinstance(mask, Document):
+    if not isinstance(mask, Document | Tree):
         raise TypeError(
             f"documents is {mask!r}; pass a tensor of document indices, document(...) or tree(...)"
         )
+    tokens = (mask.depth if isinstance(mask, Tree) else mask.ids).shape[-1]
+    if tokens != length:
+        raise ValueError(
+            f"documents is of {tokens} tokens, and the plan of {length}: pass the documents or the tree of the "
+            "whole sequence, padding included"
+        )
+    if isinstance(mask, Tree):
+        return mask.positions(length)
     intervals = mask.intervals(length, length)
     if intervals is None:
         raise ValueError(
