@@ -280,8 +280,7 @@ def run_call(
     if torch._C._is_any_autocast_enabled():
         query, key, value = dispatch.cast_for_autocast(query, key, value)
     dispatch.refuse_transforms()
-    if mesh is not None:
-        validate.check_mesh(block_mask, groups.degree_of(mesh))
+    validate.check_mesh(mesh, block_mask)
     if torch.compiler.is_dynamo_compiling():
         try:
             return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)

@@ -59,6 +59,7 @@ def reshard(
     if isinstance(mesh, World):
         return _reshard_in_world(x, source, target, mesh, dim, side, batch_dim, pad)
     place = place_in_group(mesh)
+    validate.check_mesh(mesh, source, target)
     world, world_size, rank = place
     for plan in (source, target):
         _check_plan(plan, world_size, rank if world else None)
@@ -150,6 +151,7 @@ def unshard(
     reduce-scatter) or "slice" (every rank computes the same loss: each keeps its rows, no communication).
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
+    validate.check_mesh(mesh, plan_or_mask)
     if isinstance(plan_or_mask, Plan):
         validate.check_place(plan_or_mask, place[1], None)
     else:

@@ -43,7 +43,9 @@ def shard(
     >>> shard(torch.arange(8), plan, dim=0)
     tensor([2, 3, 4, 5])
     """
-    placement, rank = placement_of(x, plain_mask(plan_or_mask), place_in_group(mesh), dim, side)
+    place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
+    validate.check_mesh(mesh, plan_or_mask)
+    placement, rank = placement_of(x, plan_or_mask, place, dim, side)
     check_rows_along(x, dim, placement.length, "a global tensor")
     check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)

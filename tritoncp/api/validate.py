@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.core.caller import warn_caller
+from tritoncp.distributed import groups
 from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
@@ -250,13 +251,18 @@ def check_aux(return_lse: bool, return_aux: Any) -> None:
         raise ValueError("return_lse and return_aux in one call: pass return_aux=AuxRequest(lse=True) alone")
 
 
-def check_mesh(mask: Any, degree: int) -> None:
-    """Raise for a 2-D mesh without a Plan. degree: size of its second dimension, 0 for a 1-D mesh."""
-    if degree and not isinstance(mask, Plan):
+def check_mesh(mesh: Any, *plans: Any, schedule: str = "") -> None:
+    """Raise ValueError for a mesh of two dimensions, whose ranks would all share one sequence, unless the
+    schedule, or that of one of the plans, exchanges heads between the ranks of the second one."""
+    if mesh is None or not groups.degree_of(mesh):
+        return
+    names = [schedule, *[plan.schedule for plan in plans if isinstance(plan, Plan)]]
+    if not any([name.startswith("ulysses") for name in names]):
         raise ValueError(
-            "mesh has two dimensions, for which a Plan is needed: pass make_plan(mask, mesh, "
-            "schedule='ulysses+ring') in place of the mask, or the context-parallel dimension alone, for "
-            "example mesh['cp']"
+            f"mesh has two dimensions, {mesh.mesh_dim_names}, and all its {mesh.size()} ranks would share one "
+            "sequence: pass mesh['cp'], the dimension of context parallelism, by its name. For a second "
+            "dimension that exchanges heads, pass the plan of make_plan(mask, mesh, schedule='ulysses+ring'), or "
+            "of 'ulysses'"
         )
 
 
