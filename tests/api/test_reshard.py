@@ -222,6 +222,32 @@ def test_unshard_is_an_op_of_a_graph_on_real_ranks_and_on_fake_tensors() -> None
         assert graphs <= 3, graphs  # two kinds of gradients, plans and natural order, and sizes
 
 
+def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
+    """For sequences of any length, also one that the ranks cannot share evenly."""
+
+    def work(group: Any) -> list[Any]:
+        few, results = dist.new_group(timeout=timedelta(seconds=20)), []
+        for order in (None, tritoncp.causal()):
+            for length in range(9):
+                x = torch.arange(length)
+                for part in (shard(x, order, few, dim=0), shard(x, order, few, dim=0).float()):
+                    results.append(torch.equal(unshard(part, order, few, dim=0), x))
+        part = shard(torch.arange(8.0), None, few, dim=0)
+        fast = torch.compile(partial(unshard, dim=0), backend="eager", fullgraph=True)
+        uneven = part if group.rank() else part[1:]
+        return [
+            results,
+            ranks.attempt(lambda: unshard(uneven, None, few, dim=0)),
+            ranks.attempt(lambda: fast(part, None, few)),
+            unshard(part, None, few, dim=0).tolist(),
+        ]
+
+    for equal, uneven, graph, again in ranks.run(3, work):
+        assert all(equal) and again == list(range(8))
+        assert re.match(r"ValueError: x: the shards of all ranks have \[2, 3, 2\] rows;.* here \[3, 2, 2\]", uneven)
+        assert "a graph cannot exchange: pass the plan" in graph, graph
+
+
 def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
     """Each in a group of its own; equal calls exchange facts once for a pair of plans and a shape."""
 

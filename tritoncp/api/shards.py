@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.planning.placement import Placement, check_side, in_order, take
+from tritoncp.planning.placement import Placement, check_side, in_order, pieces, take
 from tritoncp.planning.plan import Plan
 
 
@@ -45,6 +46,14 @@ def shard(
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
     validate.check_mesh(mesh, plan_or_mask)
+    return cut(x, plan_or_mask, place, dim, side, batch_dim, pad)
+
+
+def cut(
+    x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str = "q",
+    batch_dim: int | None = 0, pad: float | int | bool = 0,
+) -> Tensor:  # fmt: skip
+    """Return the shard of the rank of ``place`` after checks. place: of :func:`place_in_group`"""
     placement, rank = placement_of(x, plan_or_mask, place, dim, side)
     check_rows_along(x, dim, placement.length, "a global tensor")
     check_pad(x, pad)
@@ -52,10 +61,11 @@ def shard(
 
 
 def placement_of(
-    x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str
+    x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str, length: int | None = None
 ) -> tuple[Placement, int]:
     """Check the arguments of `shard`; return (placement of tokens, this rank): of a Plan, or natural order
-    for a raw mask. place: of :func:`place_in_group`"""
+    for a raw mask. place: of :func:`place_in_group`. length: of the sequence, where the mask has none; None:
+    that of x"""
     world, world_size, rank = place
     check_dim(x, dim)
     if isinstance(plan_or_mask, Plan):
@@ -63,15 +73,22 @@ def placement_of(
             validate.check_place(plan_or_mask, world_size, rank)
         return plan_or_mask.side(side), plan_or_mask.rank
     check_side(side)
-    length = x.shape[dim]  # of a closed form, which has none of its own
-    if isinstance(plan_or_mask, BlockMask | Mask) and not has_no_lengths(plan_or_mask):
+    if has_lengths(plan_or_mask):
         length = plan_or_mask.seq_lengths[side == "kv"]
-    elif plan_or_mask is not None and not isinstance(plan_or_mask, BlockMask | MaskMod):
+    return in_order(x.shape[dim] if length is None else length, world_size), rank
+
+
+def has_lengths(plan_or_mask: Any) -> bool:
+    """Return whether a plan or mask has the lengths of its sequence, which a closed form and None have not.
+    Raises TypeError for anything else."""
+    if plan_or_mask is None or isinstance(plan_or_mask, MaskMod):
+        return False
+    if not isinstance(plan_or_mask, BlockMask | Mask | Plan):
         raise TypeError(
             f"plan_or_mask is a {type(plan_or_mask).__name__}; pass a Plan, make_plan(block_mask, mesh), or "
-            "a mask, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+            "a mask, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN), or None for natural order"
         )
-    return in_order(length, world_size), rank
+    return not has_no_lengths(plan_or_mask)
 
 
 @graph_entry
@@ -157,3 +174,14 @@ def check_rows_along(x: Tensor, dim: int, length: int, what: str) -> None:
     """Raise ValueError unless x has ``length`` rows along dim. what: words for the needed tensor"""
     if x.shape[dim] != length:
         raise ValueError(f"x is {tuple(x.shape)}; {what} is needed, {length} rows along dimension {dim}")
+
+
+def sum_even(lengths: Sequence[int]) -> int:
+    """Return the length of the sequence whose pieces, in order, have these lengths. Raises ValueError unless they are even."""
+    even = pieces(sum(lengths), len(lengths))
+    if list(lengths) != even:
+        raise ValueError(
+            f"x: the shards of all ranks have {list(lengths)} rows; without a plan, even pieces in order are "
+            f"needed, here {even}: pass the plan by which they were sharded"
+        )
+    return sum(lengths)
