@@ -185,9 +185,10 @@ def flex_attention(
     expand: ``(fn, *parameters)`` for latent attention (MLA): ``key`` is a latent [B, heads, S_local, C] of
     any C, ``value`` is None, and ``fn(latent_rows, *parameters)`` returns key [B, Hkv, rows, D] and value [B,
     Hkv, rows, E] of these rows. Ranks send the latent; each step expands the rows that it reads, and the
-    backward pass expands them again, as :func:`torch.utils.checkpoint.checkpoint` does. Tensors among the
-    parameters get this rank's part of their gradients. ``fn`` maps each row by itself and gets no positions:
-    rotary channels are part of the latent, rotated beforehand. Not under Ulysses.
+    backward pass expands them again, as :func:`torch.utils.checkpoint.checkpoint` does. Parameters are tensors,
+    lists and dicts of them, modules (``fn`` may be one), or constants; tensors get this rank's part of their
+    gradients. ``fn`` maps each row by itself and gets no positions: rotary channels are part of the latent,
+    rotated beforehand. Not under Ulysses.
 
     >>> import torch
     >>> from tritoncp import causal
