@@ -1,14 +1,16 @@
 """Kernel options: names, valid values, checks, and the choice of a launch's config from them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
+from tritoncp.core.caller import warn_caller
 from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.core.log_lines import area_logger, log_decision
+from tritoncp.core.suggestions import suggest
 from tritoncp.kernels.tile_rules import KINDS, PASSES, Config, copies, default, fit, flipped_rows
 from tritoncp.kernels.toolchain import (
     fences_async_copies,
@@ -27,28 +29,29 @@ _ALLOWED: dict[str, Any] = {
 }
 _SWITCH = (False, True)  # valid values of all other fields of Config
 # Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here).
-OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV", "invariant")
+# "deterministic" chooses the score_mod's gradient before a launch is made.
+OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV", "deterministic", "invariant")
 # Values of options under "invariant": the sums of a row then depend on its keys alone.
 PINNED = {"FUSED_BACKWARD": False, "PACK_GQA": False, "ROUTE": "loops", "SPLIT_KV": 1, "USE_TMA": False}
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 WRONG_ROUTE = "its results are not those of 'loops'"  # result of `route_check.verify_route`
 ROUTES = ("loops", "gluon")  # of the forward pass; the first is the default
-# Options of torch's own kernels: accepted, without effect here. "deterministic" chooses the score_mod's
-# gradient before a launch is made.
-HINTS = (
-    "BACKEND",
-    "BLOCKS_ARE_CONTIGUOUS",
-    "FORCE_USE_FLEX_ATTENTION",
-    "OUTPUT_LOGSUMEXP",
-    "OUTPUT_MAX",
-    "PRESCALE_QK",
-    "ROWS_GUARANTEED_SAFE",
-    "WRITE_DQ",
-    "deterministic",
-    "kpack",
-    "matrix_instr_nonkdim",
-    "waves_per_eu",
-)
+# Options of torch's kernels that have no effect here: torch's default, which asks for nothing, or None; and the
+# values that torch takes, or () for whole numbers.
+LEFT_OUT: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "BACKEND": ("AUTO", ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")),
+    "BLOCKS_ARE_CONTIGUOUS": (False, _SWITCH),
+    "FORCE_USE_FLEX_ATTENTION": (False, _SWITCH),
+    "OUTPUT_LOGSUMEXP": (None, _SWITCH),
+    "OUTPUT_MAX": (None, _SWITCH),
+    "PRESCALE_QK": (False, _SWITCH),
+    "ROWS_GUARANTEED_SAFE": (False, _SWITCH),
+    "WRITE_DQ": (True, _SWITCH),
+    "kpack": (None, ()),
+    "matrix_instr_nonkdim": (None, ()),
+    "waves_per_eu": (None, ()),
+}
+_warned: set[tuple[str, Any]] = set()
 
 
 @cache
@@ -94,9 +97,8 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
                 check_options({names[name]: setting for name, setting in config})
             continue
         if (name := fields.get(option)) is None:
-            if option not in OWN and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS:
-                accepted = ", ".join(sorted({*fields, *HINTS, *OWN}))
-                raise ValueError(f"unknown kernel option {option!r}; known: {accepted}")
+            if option not in OWN:
+                _check_left_out(option, value, {*fields, *LEFT_OUT, *OWN})
             continue
         allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, _SWITCH)
         is_whole = type(value) in ((bool,) if allowed is _SWITCH else (int, type(None)))
@@ -120,10 +122,39 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
         _check_transposed(options, arch)
 
 
+def _check_left_out(option: str, value: Any, known: Iterable[str]) -> None:
+    """Refuse an option that torch does not have either, and values that it does not have."""
+    name = _plain_name(option)
+    if name not in LEFT_OUT:
+        raise ValueError(
+            f"unknown kernel option {option!r}{suggest(option, known)}; known: {', '.join(sorted(known))}"
+        )
+    _, allowed = LEFT_OUT[name]
+    if type(value) is not type(allowed[0] if allowed else 0) or (allowed and value not in allowed):
+        needed = f"one of {', '.join(map(str, allowed))}" if allowed else "a whole number"
+        raise ValueError(f"kernel option {option}={value!r}; {needed} is needed")
+
+
+def warn_left_out(options: Iterable[tuple[str, Any]]) -> None:
+    """Warn, once for each option and value, of options of torch's kernels that have no effect here."""
+    for option, value in options:
+        default, _ = LEFT_OUT.get(_plain_name(option), (value, None))
+        if value != default and (option, value) not in _warned:
+            _warned.add((option, value))
+            warn_caller(
+                f"kernel option {option}={value!r} has no effect: it is for torch's own kernels, and tritoncp has "
+                "others; leave it out"
+            )
+
+
+def _plain_name(option: str) -> str:
+    return option.removeprefix("fwd_").removeprefix("bwd_")
+
+
 def _check_pinned(options: dict[str, Any]) -> None:
     """Refuse options that "invariant" sets to another value."""
     for option, value in options.items():
-        pinned = PINNED.get(option.removeprefix("fwd_").removeprefix("bwd_"), value)
+        pinned = PINNED.get(_plain_name(option), value)
         if value != pinned:
             raise ValueError(
                 f"kernel option invariant=True with {option}={value!r}: the bits of a row would depend on "

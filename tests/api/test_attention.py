@@ -1,6 +1,7 @@
 """Tests of the public call: both argument shapes, every keyword of torch's, every kind of mask."""
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.attention import flex_attention as flex
 
 import tritoncp
 from tests.kernels.support.harness import F32, F64, QKV, close, cotangents, oracle, qkv, same
+from tritoncp.kernels import options
 from tritoncp.masks.mask import create_block_mask
 
 pytestmark = [
@@ -33,6 +35,32 @@ MASK = create_block_mask(mask_mod, None, None, 40, 40, BLOCK_SIZE=32)
 
 def tensors(**kw: Any) -> QKV:
     return qkv(40, **{"heads": 2, "kv_heads": 1, "batch": 2, "dtype": F64, **kw})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_kernel_option_that_only_torch_has_warns_once(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the line of the call; torch's default says nothing."""
+    monkeypatch.setattr(options, "_warned", set())
+    torch.compiler.reset()
+
+    def attend(x: Tensor, given: dict[str, Any]) -> Tensor:
+        return tritoncp.flex_attention(x, x, x, kernel_options=given)
+
+    call = torch.compile(attend, backend="eager", fullgraph=True) if compiled else attend
+    asked = {"BACKEND": "FLASH", "fwd_kpack": 2, "PRESCALE_QK": True, "WRITE_DQ": False}
+    default = {"BACKEND": "AUTO", "PRESCALE_QK": False, "WRITE_DQ": True}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for given in (default, asked, asked):
+            call(torch.ones(1, 1, 16, 16), given)
+    about = [one for one in caught if "kernel option" in str(one.message)]
+    assert sorted(str(one.message).split()[2] for one in about) == [
+        "BACKEND='FLASH'", "PRESCALE_QK=True", "WRITE_DQ=False", "fwd_kpack=2",
+    ]  # fmt: skip
+    line = attend.__code__.co_firstlineno + 1
+    assert compiled or {(one.filename, one.lineno) for one in about} == {(__file__, line)}
 
 
 # -- torch's call -------------------------------------------------------------------------------------

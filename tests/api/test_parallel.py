@@ -1,5 +1,6 @@
 """Tests of the ParallelStyle, and of checkpointing that does not repeat communication."""
 
+import re
 import warnings
 from functools import partial
 from unittest import mock
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import ContextParallel, checkpoint_policy, make_plan, shard, unshard
+from tritoncp.api.inner_attention import KNOWN
+from tritoncp.api.keywords import INSTEAD
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import SCHEDULES
 from tritoncp.ops import autograd
@@ -136,6 +139,43 @@ def test_other_layouts_names_and_dtensors():
         torch.testing.assert_close(out, want.out.transpose(1, 2), rtol=0, atol=1e-8)
         torch.testing.assert_close(lse, want.lse, rtol=0, atol=1e-8)
         torch.testing.assert_close(spread, want.out.transpose(1, 2), rtol=0, atol=1e-8)
+
+
+class Open(nn.Module):
+    """A module whose forward takes any keyword, and names some."""
+
+    def forward(self, q, k, v, *, mask=None, layer=7, softcap=0.0, **kwargs):
+        raise AssertionError("this forward should have been replaced")
+
+
+MISSPELLED = {f"{name}{end}" for name in KNOWN for end in ("s", "_")} - {*KNOWN}
+
+
+@pytest.mark.parametrize("module", [Open, FlexAttention, nn.Module], ids=["open", "named", "any"])
+@pytest.mark.parametrize("name", sorted({*INSTEAD, *MISSPELLED, "hint"} - {*KNOWN}))
+def test_a_keyword_without_meaning_is_refused(name, module):
+    """Whatever keywords the module's forward has: dropped in silence, a misspelled mask would be full
+    attention."""
+    inner = module()
+    if module is nn.Module:
+        inner.forward = lambda *args, **kwargs: None
+    attend, x = ContextParallel()._apply(inner, None), torch.ones(1, 1, 16, 8)
+    hint = "did you mean" if name in MISSPELLED else re.escape(INSTEAD.get(name, ". It has score_mod"))
+    for value in (0.5, True, torch.ones(1), "on"):
+        with pytest.raises(TypeError, match=f"{name}=.*has no argument '{name}'.*{hint}"):
+            attend(x, x, x, **{name: value})
+    out = attend(x, x, x, **{name: None}) if module is not FlexAttention else attend(x, x, x)
+    assert torch.equal(out, tritoncp.flex_attention(x, x, x))
+
+
+def test_a_default_of_forward_is_left_out_unless_it_changes_attention():
+    x = torch.ones(1, 1, 16, 8)
+    attend = ContextParallel()._apply(Open(), None)
+    assert torch.equal(attend(x, x, x, layer=7, dropout_p=0.0, window=(-1, -1)), attend(x, x, x))
+    capped = Open()
+    capped.forward = lambda q, k, v, softcap=50.0: None
+    with pytest.raises(TypeError, match=r"softcap=50.0: .*pass score_mod=softcap\(cap\)"):
+        ContextParallel()._apply(capped, None)(x, x, x)
 
 
 def compiled_on_ranks(group):

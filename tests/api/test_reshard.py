@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -144,7 +145,8 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
     mesh: Any = group
     if len(mesh_shape) == 2:
         mesh = dist.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "ulysses"))
-    views = [None if p is None else p.pinned().for_rank(rank) for p in plans_of_ranks(size)]
+    plans = [p and replace(p, schedule="ulysses") for p in plans_of_ranks(size)]  # for which a mesh may have two
+    views = [None if p is None else p.pinned().for_rank(rank) for p in plans]
     counter, results = CompileCounterWithBackend("aot_eager"), []
 
     def call(part: Tensor, source: Plan | None, target: Plan | None) -> Tensor:
@@ -153,19 +155,19 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
     for function in (call, torch.compile(call, backend=counter, fullgraph=True)):
         results.append([])
         for source, target in zip(views, [*views[1:], views[0]]):
-            part = shard(x, source, mesh, dim=1).requires_grad_()
+            part = shard(x, source, group, dim=1).requires_grad_()
             out = function(part, source, target)
-            assert torch.equal(out.detach(), shard(2 * x, target, mesh, dim=1) + 1)
-            (grad,) = torch.autograd.grad(out, part, shard(y, target, mesh, dim=1))
-            assert torch.equal(grad, shard(2 * y, source, mesh, dim=1))
+            assert torch.equal(out.detach(), shard(2 * x, target, group, dim=1) + 1)
+            (grad,) = torch.autograd.grad(out, part, shard(y, target, group, dim=1))
+            assert torch.equal(grad, shard(2 * y, source, group, dim=1))
             whole = unshard(part, views[2], mesh, dim=1, grad="sum") if source is views[2] else None
             if whole is not None:  # the two ways have equal gradients
-                other = shard(2 * whole, target, mesh, dim=1) + 1
+                other = shard(2 * whole, target, group, dim=1) + 1
                 assert torch.equal(other, out)
-                (same,) = torch.autograd.grad(other, part, shard(y, target, mesh, dim=1))
+                (same,) = torch.autograd.grad(other, part, shard(y, target, group, dim=1))
                 torch.testing.assert_close(same, grad)
             signs = reshard(part > 0, source, target, mesh, dim=1)
-            assert torch.equal(signs, shard(x > 0, target, mesh, dim=1))
+            assert torch.equal(signs, shard(x > 0, target, group, dim=1))
             results[-1] += [out.detach(), grad]
     assert all(map(torch.equal, *results))
     assert counter.frame_count <= len(views)  # one for each combination of plans and None, and sizes
@@ -218,6 +220,32 @@ def test_unshard_is_an_op_of_a_graph_on_real_ranks_and_on_fake_tensors() -> None
     x, y = torch.randint(-9, 9, (2, 2, S, 3)).double()  # sums are exact in any order
     for graphs in ranks.run(2, gather_on_ranks, x, y):
         assert graphs <= 3, graphs  # two kinds of gradients, plans and natural order, and sizes
+
+
+def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
+    """For sequences of any length, also one that the ranks cannot share evenly."""
+
+    def work(group: Any) -> list[Any]:
+        few, results = dist.new_group(timeout=timedelta(seconds=20)), []
+        for order in (None, tritoncp.causal()):
+            for length in range(9):
+                x = torch.arange(length)
+                for part in (shard(x, order, few, dim=0), shard(x, order, few, dim=0).float()):
+                    results.append(torch.equal(unshard(part, order, few, dim=0), x))
+        part = shard(torch.arange(8.0), None, few, dim=0)
+        fast = torch.compile(partial(unshard, dim=0), backend="eager", fullgraph=True)
+        uneven = part if group.rank() else part[1:]
+        return [
+            results,
+            ranks.attempt(lambda: unshard(uneven, None, few, dim=0)),
+            ranks.attempt(lambda: fast(part, None, few)),
+            unshard(part, None, few, dim=0).tolist(),
+        ]
+
+    for equal, uneven, graph, again in ranks.run(3, work):
+        assert all(equal) and again == list(range(8))
+        assert re.match(r"ValueError: x: the shards of all ranks have \[2, 3, 2\] rows;.* here \[3, 2, 2\]", uneven)
+        assert "a graph cannot exchange: pass the plan" in graph, graph
 
 
 def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:

@@ -34,6 +34,53 @@ def test_shards_of_a_raw_mask_are_pieces_in_order():
     assert torch.equal(unshard(tokens, mask_of(causal()), dim=0), tokens)
 
 
+ORDERS = {
+    "a plan": lambda world, length: world.make_plan(
+        tritoncp.create_block_mask(causal(), 1, 1, length, length, BLOCK_SIZE=4)
+    ),
+    "a mask": lambda world, length: tritoncp.create_block_mask(causal(), 1, 1, length, length, BLOCK_SIZE=4),
+    "torch's mask": lambda world, length: torch_block_mask(causal(), 1, 1, length, length, device="cpu"),
+    "a closed form": lambda world, length: causal(),
+    "none": lambda world, length: None,
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_simulated_world_has_the_shards_of_all_ranks(size, name):
+    """Of every order that shard takes, and unshard inverts them."""
+    world = tritoncp.simulate(size)
+    for length in (3, 7, 12, 24):
+        x, order = torch.randn(2, length), ORDERS[name](world, length)
+        parts = world.shard(x, order, dim=1)
+        for rank, part in enumerate(parts):
+            place = "", size, rank
+            own = order.for_rank(rank) if name == "a plan" else order
+            assert torch.equal(part, shards.cut(x, own, place, 1))
+        assert torch.equal(world.unshard(parts, order, dim=1), x)
+        if size == 1:
+            assert torch.equal(unshard(shard(x, order, dim=1), order, dim=1), x)
+        if name == "a plan":
+            held = torch.cat(world.positions(order), 1).flatten()
+            assert held[held >= 0].sort().values.tolist() == list(range(length))
+
+
+def test_a_simulated_world_has_positions_and_edges_of_all_ranks():
+    world, tree = tritoncp.simulate(2), tritoncp.tree([-1, 0, 0], [4, 3, 5])
+    plan = world.make_plan(tritoncp.create_block_mask(tree, 1, 1, 12, 12, BLOCK_SIZE=2))
+    tokens, weights = torch.arange(12) * 3, torch.rand(12)
+    for rank in range(2):
+        own = plan.for_rank(rank)
+        assert torch.equal(world.positions(plan)[rank], positions(own))
+        assert torch.equal(world.positions(plan, tree)[rank], positions(own, tree))
+        want = tritoncp.tree_edges(own, tree, tokens, weights)
+        assert all(map(torch.equal, world.tree_edges(plan, tree, tokens, weights)[rank], want))
+    other = tritoncp.simulate(3)
+    for call in (other.positions, lambda plan: other.tree_edges(plan, tree, tokens)):
+        with pytest.raises(ValueError, match="the plan is for 2 ranks, this world has 3"):
+            call(plan)
+
+
 @pytest.fixture
 def second_of_two():
     """Make this process rank 1 of a group of 2 whose messages go nowhere."""
@@ -72,6 +119,18 @@ def test_positions_inside_documents_start_at_zero():
 
 def wide_mask(mod, batch=1):
     return tritoncp.create_block_mask(mod, batch, 1, 64, 64, BLOCK_SIZE=16)
+
+
+@pytest.mark.parametrize("tokens", [1, S // 2, S - 1, S, S + 1, 2 * S])
+def test_documents_and_trees_have_as_many_tokens_as_the_plan(tokens):
+    ids = torch.arange(tokens) // 5
+    kinds = ids, ids.expand(2, -1), document(ids=ids), document(lengths=[tokens]), tritoncp.tree([-1], [tokens])
+    for kind in kinds:
+        if tokens == S:
+            assert positions(plan_of(2, 1), kind).shape[1] == S // 2
+        else:
+            with pytest.raises(ValueError, match=f"is of {tokens} tokens, and the plan of {S}: pass"):
+                positions(plan_of(2, 1), kind)
 
 
 def test_masks_that_share_a_placement_are_weighed_together():

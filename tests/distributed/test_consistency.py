@@ -3,6 +3,7 @@ the difference."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from functools import partial
@@ -14,11 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import tritoncp
+from tests.api.test_parallel import FlexAttention
 from tests.multiprocess.ranks import attempt, run
 from tests.ops.test_expand import expand_latent, inputs
 from tritoncp import causal, document, flex_attention, make_plan
 from tritoncp.distributed import consistency
 from tritoncp.masks import full_mask
+from tritoncp.planning import SCHEDULES
 
 S = 32
 IDS = torch.arange(S) // 5
@@ -157,24 +160,72 @@ def test_lengths_that_do_not_add_up_are_told_everywhere():
         assert "[16, 12] rows long, 28 together, the mask is for 32" in second
 
 
-def test_a_mesh_is_a_group_and_must_have_one_dimension():
+def test_a_mesh_is_a_group():
     def work(group):
         flat = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         flex_attention(q(), q(), q(), causal(), flat)
         flex_attention(q(), q(), q(), None, causal(), mesh=flat["cp"])
-        square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-        flex_attention(q(), q(), q(), causal(), square["cp"])
         wrong = make_plan(mask(), group).for_rank(1 - group.rank())
         return (
-            attempt(lambda: flex_attention(q(), q(), q(), causal(), square)),
             attempt(lambda: flex_attention(q(), q(), q(), make_plan(mask(), world_size=3), group)),
             attempt(lambda: flex_attention(q(), q(), q(), wrong, group)),
         )
 
-    for rank, (square, size, owner) in enumerate(run(2, work)):
-        assert "mesh has two dimensions, for which a Plan is needed" in square and "mesh['cp']" in square
+    for rank, (size, owner) in enumerate(run(2, work)):
         assert "for 3 ranks, the mesh has 2; make the plan with this mesh" in size
         assert f"rank {1 - rank}'s, this is rank {rank}; use plan.for_rank({rank})" in owner
+
+
+def calls_with_a_mesh(mesh, schedule, rank=0):
+    """Return a call of each public function that takes a mesh, by name: with a plan of the schedule, or if it
+    is None, without a plan."""
+    x, edges = torch.ones(S // 2, 2, 16), torch.tensor([0, S])
+    placed = mask() if schedule is None else make_plan(mask(), world_size=2, rank=rank, schedule=schedule)
+    attend = tritoncp.ContextParallel()._apply(FlexAttention(), mesh)
+    calls = {
+        "make_plan": lambda: make_plan(mask(), mesh, schedule=schedule or "auto"),
+        "flex_attention": lambda: flex_attention(q(), q(), q(), placed, mesh=mesh),
+        "varlen_attention": lambda: tritoncp.varlen_attention(
+            x, x, x, edges if schedule is None else placed, mesh=mesh, causal=True if schedule is None else None
+        ),
+        "shard": lambda: tritoncp.shard(q(S), placed, mesh, dim=2),
+        "unshard": lambda: tritoncp.unshard(q(), placed, mesh, dim=2),
+        "reshard": lambda: tritoncp.reshard(q(), schedule and placed, None, mesh, dim=2),
+        "ContextParallel": lambda: attend(q(), q(), q(), block_mask=placed),
+    }
+    if schedule is None:
+        calls["dual_chunk_to_contiguous"] = lambda: tritoncp.dual_chunk_to_contiguous(x, edges, mesh)
+        calls["contiguous_to_dual_chunk"] = lambda: tritoncp.contiguous_to_dual_chunk(x, edges, mesh)
+    return calls
+
+
+def test_a_mesh_of_two_dimensions_is_refused_without_a_schedule_that_needs_two():
+    """All ranks would share one sequence, and mix the texts of two replicas."""
+
+    def work(group):
+        square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+        said = {}
+        for schedule in (None, "auto", *SCHEDULES):
+            of_one, of_two = (
+                calls_with_a_mesh(mesh, schedule, group.rank()) for mesh in (square["cp"], square)
+            )
+            said |= {(schedule, name): (attempt(of_one[name]), attempt(of_two[name])) for name in of_two}
+        return said
+
+    for said in run(2, work):
+        for (schedule, name), (flat, square) in said.items():
+            assert not isinstance(flat, str), (schedule, name, flat)
+            if (schedule or "").startswith("ulysses"):
+                assert not isinstance(square, str), (schedule, name, square)
+            else:
+                assert re.match(r"ValueError: mesh has two dimensions, \('dp', 'cp'\)", square), (name, square)
+                assert "share one sequence: pass mesh['cp']" in square
+    taking = {
+        name
+        for name in tritoncp.__all__
+        if callable(fn := getattr(tritoncp, name)) and "mesh" in inspect.signature(fn).parameters
+    }
+    assert calls_with_a_mesh(None, None).keys() - {"ContextParallel"} == taking
 
 
 def test_uneven_natural_order_is_told_once_by_the_first_rank():

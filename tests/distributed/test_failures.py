@@ -6,6 +6,7 @@ Three ranks train, and the program of each skips a batch whose call raised, as t
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import threading
@@ -163,27 +164,110 @@ def test_a_rank_that_fails_alone_closes_the_group_and_is_named(schedule: str, na
 # -- other calls -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["first make_plan", "later make_plan", "shard", "unshard"])
-def test_other_calls_close_the_group_too(call: str) -> None:
-    def work(group: Any) -> list[Any]:
-        few, is_bad = fresh_group(), group.rank() == 1
-        if call == "first make_plan":
-            return [attempt(lambda: tritoncp.make_plan(mask_of(), few, schedule="no" if is_bad else "ring"))]
-        plan = tritoncp.make_plan(mask_of(), few, schedule="ring")
-        x = torch.ones(1, 1, plan.s_local, 8)
-        calls = {
-            "later make_plan": lambda: tritoncp.make_plan(
-                mask_of(), few, schedule="no" if is_bad else "ring"
-            ),
-            "unshard": lambda: tritoncp.unshard(x[:, :, is_bad:], plan, few, dim=2),
-            "shard": lambda: tritoncp.shard(x, plan, dim=2) if is_bad else train(few, plan, 0),
-        }
-        return [attempt(calls[call]), attempt(lambda: train(few, plan, 1))]
+def calls_with_a_mistake(plan: tritoncp.Plan, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return calls of every public function, by name, that raise before any message: calls in which no other
+    rank takes part, as none with ``mesh=None`` does, and those in which all ranks do."""
+    x, packed, edges = torch.ones(1, 1, S, 8), torch.ones(S, 1, 8), torch.tensor([0, 5])
+    local, few, mod = plan.s_local, torch.ones(1, 4, 3, 8), tritoncp.causal()
+    tree = tritoncp.tree([-1], [S])
 
-    first, (error, *later), last = run(3, work)
-    assert error.startswith("ValueError")
-    for result in (*first, *later, *last):
-        assert f"call 1 of rank 1 failed: {error.splitlines()[0]}" in result
+    class Inner(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None: ...
+
+    def with_mesh(mesh: Any) -> dict[str, Any]:
+        place = {"world_size": 2} if mesh is None else {}
+        inner: Any = tritoncp.ContextParallel()._apply(Inner(), mesh)
+        return {
+            "flex_attention": lambda: tritoncp.flex_attention(few, few, few, plan, mesh=mesh),
+            "flex_attention by keyword": lambda: tritoncp.flex_attention(few, few, few, mesh=mesh, is_causal=1),
+            "make_plan": lambda: tritoncp.make_plan(plan.mask, mesh, schedule="no", **place),
+            "unshard": lambda: tritoncp.unshard(x[:, :, :3], plan, mesh, dim=2),
+            "reshard": lambda: tritoncp.reshard(x[:, :, :3], plan, None, mesh, dim=2),
+            "varlen_attention": lambda: tritoncp.varlen_attention(packed, packed, packed, edges, mesh=mesh),
+            "dual_chunk_to_contiguous": lambda: tritoncp.dual_chunk_to_contiguous(x, edges, mesh, **place),
+            "contiguous_to_dual_chunk": lambda: tritoncp.contiguous_to_dual_chunk(x, edges, mesh, **place),
+            "ContextParallel": lambda: inner(few, few, few, block_masks=plan),
+        }
+
+    alone = {
+        "shard": lambda: tritoncp.shard(torch.ones(local + 1), plan, dim=0),
+        "shard with a mesh": lambda: tritoncp.shard(torch.ones(local + 1), plan, mesh, dim=0),
+        "shard by a mask": lambda: tritoncp.shard(torch.ones(local + 1), plan.mask, mesh, dim=0),
+        "positions": lambda: tritoncp.positions(plan, tritoncp.tree([-1], [S + 1])),
+        "tree_edges": lambda: tritoncp.tree_edges(plan, tree, torch.ones(S + 1).long()),
+        "pack_trajectories": lambda: tritoncp.pack_trajectories([[0.5]]),
+        "create_block_mask": lambda: tritoncp.create_block_mask(plan, 1, 1, S, S),
+        "from_block_mask": lambda: tritoncp.from_block_mask(plan),
+        "varlen_mask": lambda: tritoncp.varlen_mask(edges[1:], causal=True),
+        "simulate": lambda: tritoncp.simulate(0),
+        "simulate, reshard": lambda: tritoncp.reshard([x], plan, None, tritoncp.simulate(2), dim=2),
+        "Plan": lambda: plan.for_rank(9),
+        "Mask": lambda: plan.mask[9],
+        "tree": lambda: tritoncp.tree([3], [S]),
+        "document": lambda: tritoncp.document(),
+        "prefix_lm": lambda: tritoncp.prefix_lm(0.5),
+        "sliding_window": lambda: tritoncp.sliding_window(-3),
+        "full_mask": lambda: tritoncp.full_mask(S, "8"),
+        "and_masks": lambda: tritoncp.and_masks(mod, 3),
+        "or_masks": lambda: tritoncp.or_masks(mod, 3),
+        "not_": lambda: tritoncp.not_(3),
+        "alibi": lambda: tritoncp.alibi(0),
+        "softcap": lambda: tritoncp.softcap(0),
+        "checkpoint_policy": lambda: tritoncp.checkpoint_policy([3]),
+        **{f"{name} without a mesh": call for name, call in with_mesh(None).items()},
+    }
+    return alone, with_mesh(mesh)
+
+
+def test_calls_with_a_mistake_are_of_every_public_function() -> None:
+    plan = tritoncp.make_plan(mask_of(), world_size=2, rank=0)
+    alone, together = calls_with_a_mistake(plan, None)
+    without_arguments = {"causal", "plan_cache_clear", "plan_cache_info", "SAVE_OPS", "balancers"}
+    named = {re.split(r"[ ,]", name)[0] for name in (*alone, *together)}
+    assert named == {*tritoncp.__all__} - without_arguments
+    with_mesh = {name for name in named if "mesh" in inspect.signature(getattr(tritoncp, name)).parameters}
+    assert {name.split()[0] for name in together} == (with_mesh - {"shard"}) | {"ContextParallel"}
+
+
+def test_a_mistake_of_one_rank_in_work_of_its_own_closes_no_group() -> None:
+    """The same next calls of all ranks are right, on the group of the plan and on others."""
+
+    def work(group: Any) -> dict[str, Any]:
+        few, other, results = fresh_group(), fresh_group(), {}
+        plan = tritoncp.make_plan(mask_of(), few, schedule="ring")
+        same = tritoncp.make_plan(mask_of(), other, schedule="ring")
+        for step, (name, call) in enumerate(calls_with_a_mistake(plan, few)[0].items()):
+            error = attempt(call) if group.rank() == 1 else "Error"
+            results[name] = error, train(few, plan, step), train(other, same, step)
+        return results
+
+    for results in run(3, work):
+        for name, (error, *trained) in results.items():
+            assert re.match("[A-Za-z]*Error", error) and trained == [True, True], (name, error)
+
+
+def test_a_mistake_of_one_rank_in_a_call_of_all_closes_the_group_of_the_call_alone() -> None:
+    """Also in the group's first call. The plan is known to other groups too."""
+
+    def work(group: Any) -> dict[str, Any]:
+        other, results, is_bad = fresh_group(), {}, group.rank() == 1
+        same = tritoncp.make_plan(mask_of(), other, schedule="ring")
+        for name in calls_with_a_mistake(same, None)[1]:
+            few = fresh_group()
+            plan = tritoncp.make_plan(mask_of(), few, schedule="ring") if name != "make_plan" else same
+            call = calls_with_a_mistake(plan, few)[1][name] if is_bad else lambda: train(few, plan, 0)
+            results[name] = attempt(call), train(other, same, 0), attempt(lambda: train(few, plan, 1))
+        return results
+
+    first, bad, last = run(3, work)
+    for name, (error, elsewhere, closed) in bad.items():
+        assert re.match("(Value|Type)Error", error) and elsewhere is True
+        said = f"call [12] of rank 1 failed: {re.escape(error.splitlines()[0][:200])}"
+        assert re.search(said, closed), (name, closed)
+        for others in (first, last):
+            lost, elsewhere, closed = others[name]
+            assert lost.startswith("PeerLost") and re.search(said, lost), (name, lost)
+            assert elsewhere is True and closed.startswith("GroupClosed") and re.search(said, closed)
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.4])

@@ -111,7 +111,7 @@ def every_signature(group):
     wrapper = parallelize_module(FlexAttentionWrapper(), mesh, ContextParallel())
     gqa = {"enable_gqa": True, "attention_masks": plan}
     outs = {
-        "torchtitan": titan(*rows, **gqa, scale=0.4, score_mod=None, layer=None, hint="any").transpose(1, 2),
+        "torchtitan": titan(*rows, **gqa, scale=0.4, score_mod=None, layer=None).transpose(1, 2),
         "out_transform": titan(*rows, **gqa, scale=0.4, out_transform=with_sinks).transpose(1, 2),
         "score_mod": titan(*rows, **gqa, score_mod=alibi(slopes())).transpose(1, 2),
         "packed": later(*packed, attention_masks=plan, scale=0.4, layer_id=7).transpose(0, 1)[None],

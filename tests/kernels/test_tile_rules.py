@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.operands import Mods
-from tritoncp.kernels.options import TileRequest, choose, option_names
+from tritoncp.kernels.options import LEFT_OUT, TileRequest, check_options, choose, option_names
 from tritoncp.kernels.scores import Closure
 from tritoncp.kernels.tile_rules import PASSES, Config, default, fit, gqa_pack_factor, pieces
 from tritoncp.masks import full_mask
@@ -48,10 +48,12 @@ def test_what_goes_with_the_rules_tiles_does_not_go_with_others() -> None:
 
 
 def test_names_that_torch_knows_are_known(engine: str) -> None:
-    x, plain = qkv(24), set(FlexKernelOptions.__annotations__)
+    x = qkv(24)
+    numbers = {"BLOCK": 64, "num": 4, "kpack": 2, "matrix": 16, "waves": 2, "BACKEND": "AUTO"}
     values = {
-        name: 64 if name.startswith("BLOCK") else 4 if name.startswith("num") else True for name in plain
-    }
+        name: next((value for start, value in numbers.items() if name.startswith(start)), True)
+        for name in FlexKernelOptions.__annotations__
+    } | {"BLOCKS_ARE_CONTIGUOUS": True}
     for prefix in ("", "fwd_", "bwd_"):
         options = {prefix + name: value for name, value in values.items()}
         if prefix == "fwd_":  # the tiles of the backward pass, and the other way round
@@ -61,6 +63,19 @@ def test_names_that_torch_knows_are_known(engine: str) -> None:
                 name: value for name, value in options.items() if name not in ("bwd_BLOCK_M", "bwd_BLOCK_N")
             }
         check(x, **options)
+
+
+@pytest.mark.parametrize("option", LEFT_OUT)
+def test_an_option_of_torch_without_effect_has_the_values_that_torch_takes(option: str) -> None:
+    """And no others."""
+    kind = get_type_hints(FlexKernelOptions).get(option, bool)  # torch's internal options are flags
+    values = {bool: (True, False), int: (0, 3)}.get(kind) or get_args(kind)
+    for prefix in ("", "fwd_", "bwd_"):
+        for value in values:
+            check_options({prefix + option: value})
+        for value in ("nonsense", None, 2.5, [1], 7 if kind is not int else True):
+            with pytest.raises(ValueError, match=f"kernel option {prefix}{option}=.* is needed"):
+                check_options({prefix + option: value})
 
 
 def test_hints_change_nothing() -> None:

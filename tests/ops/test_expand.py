@@ -126,6 +126,76 @@ def test_kernels_take_expanded_keys(world_size: int, schedule: str, options: dic
     agree(over_ranks(x, plan, kernel_options=options), want, 1e-5)
 
 
+class Expand(torch.nn.Module):
+    """expand_latent with parameters of a module, and one of a module in it."""
+
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.weight, self.inner = weight, torch.nn.ParameterDict({"scale": scale})
+
+    def forward(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        return expand_latent(latent, self.weight, self.inner["scale"], 2)
+
+
+def edited(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return expand_latent(latent.mul_(3).div_(3), *arguments)
+
+
+FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {  # of the parameters weight and scale
+    "list": lambda *two: (lambda latent, both: expand_latent(latent, *both, 2), [*two]),
+    "dict": lambda *two: (lambda latent, by: expand_latent(latent, by["w"], *by["s"]), {"w": two[0], "s": (two[1], 2)}),
+    "module": lambda *two: (Expand(*two),),
+    "module as a parameter": lambda *two: (lambda latent, layer: layer(latent), Expand(*two)),
+    "module in a dict": lambda *two: (lambda latent, by: Expand.forward(by["layer"], latent), {"layer": Expand(*two)}),
+    "edits its latent": lambda *two: (edited, *two, 2),
+}  # fmt: skip
+
+
+@cpu_engine
+@pytest.mark.parametrize("name", FORMS)
+def test_parameters_come_in_any_form(name: str) -> None:
+    """Plain, compiled, and in a simulated world. The latent of the caller is left as it was."""
+    torch.compiler.reset()
+    x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24, BLOCK_SIZE=4)
+    q, latent, weight, scale = leaves = [torch.nn.Parameter(one) for one in leaves_of(x)]
+    expand, want = FORMS[name](weight, scale), expanded(x, build(mask))
+
+    def alone(q: Tensor, latent: Tensor) -> Tensor:
+        return flex_attention(q, latent, None, mask, enable_gqa=True, expand=expand)
+
+    def apart(q: Tensor, latent: Tensor) -> Tensor:
+        world, plan = tritoncp.simulate(3), build(mask, 3, schedule="fetch")
+        shards = [world.shard(one, plan, dim=2) for one in (q, latent)]
+        outs = world.flex_attention(*shards, None, plan, enable_gqa=True, expand=expand)
+        return world.unshard(outs, plan, dim=2)
+
+    for call in (alone, torch.compile(alone, backend="aot_eager", fullgraph=True), apart):
+        out = call(q, latent)
+        agree([out.detach(), *torch.autograd.grad(out, leaves, x[4])], want)
+        with torch.no_grad():
+            agree([call(q, latent)], want[:1])
+        assert torch.equal(latent.detach(), x[1])
+
+
+@cpu_engine
+@pytest.mark.parametrize("rows", [2, 7, 23])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_function_that_cuts_rows_is_refused(rows: int, compiled: bool) -> None:
+    """Also where it passes the first check, which has two rows."""
+    torch.compiler.reset()
+    x = inputs(24)
+
+    def call(q: Tensor, latent: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        def cut(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+            return expand_latent(latent[:, :, :rows], *arguments)
+
+        return flex_attention(q, latent, None, causal(), enable_gqa=True, expand=(cut, weight, scale, 2))
+
+    fast = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    with pytest.raises(ValueError, match=rf"key \(2, 2, {rows}, 5\) for a latent \(2, 1, 24, 8\).*each row by itself"):
+        fast(*x[:4])
+
+
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:

@@ -184,9 +184,10 @@ def flex_attention(
     expand: ``(fn, *parameters)`` for latent attention (MLA): ``key`` is a latent [B, heads, S_local, C] of
     any C, ``value`` is None, and ``fn(latent_rows, *parameters)`` returns key [B, Hkv, rows, D] and value [B,
     Hkv, rows, E] of these rows. Ranks send the latent; each step expands the rows that it reads, and the
-    backward pass expands them again, as :func:`torch.utils.checkpoint.checkpoint` does. Tensors among the
-    parameters get this rank's part of their gradients. ``fn`` maps each row by itself and gets no positions:
-    rotary channels are part of the latent, rotated beforehand. Not under Ulysses.
+    backward pass expands them again, as :func:`torch.utils.checkpoint.checkpoint` does. Parameters are tensors,
+    lists and dicts of them, modules (``fn`` may be one), or constants; tensors get this rank's part of their
+    gradients. ``fn`` maps each row by itself and gets no positions: rotary channels are part of the latent,
+    rotated beforehand. Not under Ulysses.
 
     >>> import torch
     >>> from tritoncp import causal
@@ -261,8 +262,7 @@ def run_call(
     if torch._C._is_any_autocast_enabled():
         query, key, value = dispatch.cast_for_autocast(query, key, value)
     dispatch.refuse_transforms()
-    if mesh is not None:
-        validate.check_mesh(block_mask, groups.degree_of(mesh))
+    validate.check_mesh(mesh, block_mask)
     if torch.compiler.is_dynamo_compiling():
         try:
             return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)

@@ -1,4 +1,4 @@
-"""Decorator of public functions that communicate: an exception closes their process group."""
+"""Decorator of calls for which other ranks wait: an exception closes their process group."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tritoncp.api.keywords import unexpected_keyword
 from tritoncp.core.dynamo_boundary import constant_result, traced_copy
 from tritoncp.distributed import failures, groups
-from tritoncp.ops import signatures
-from tritoncp.planning.plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def group_call(fn: Function) -> Function:
-    """Wrap a function so that an exception closes the process group, before this rank can make other calls:
-    the group of the mesh argument; without one, the groups with which the plan argument was made or compared.
+    """Wrap a function that all ranks of a group call together, so that an exception on one of them closes the
+    group, before this rank can make other calls. The group is that of the mesh argument, and no other: without
+    a mesh no other rank takes part in the call, and its exception closes nothing.
 
     Dynamo traces the copy ``call.__wrapped__``, never ``call``, whose code may be marked as untraced.
     """
@@ -35,9 +35,12 @@ def group_call(fn: Function) -> Function:
                     # Under Dynamo isinstance(group, A | B) is False for a group.
                     if isinstance(x, dist.ProcessGroup) or isinstance(x, dist.DeviceMesh):  # noqa: SIM101
                         stop_traced_call(place_in_group(x)[0], type(error).__name__)
-            else:
-                for group in _groups_of(arguments):
-                    failures.stop(group, error)
+                raise
+            wrong = unexpected_keyword(fn, kwargs) if isinstance(error, TypeError) else None
+            for group in _groups_of(arguments):
+                failures.stop(group, wrong or error)
+            if wrong is not None:
+                raise wrong from None
             raise
 
     copy: Any = traced_copy(call)
@@ -64,14 +67,9 @@ def stop_traced_call(name: str, error: str) -> None:
 
 
 def _groups_of(arguments: Iterable[Any]) -> Iterator[Any]:
-    arguments = list(arguments)
-    meshes = [x for x in arguments if isinstance(x, dist.ProcessGroup | dist.DeviceMesh)]
-    for mesh in meshes:
-        try:
-            yield groups.group_of(mesh)
-        except (TypeError, ValueError):  # this process is not in the group
-            continue
-    if not meshes:
-        for plan in arguments:
-            if isinstance(plan, Plan):
-                yield from signatures.groups_of(plan)
+    for x in arguments:
+        if isinstance(x, dist.ProcessGroup | dist.DeviceMesh):
+            try:
+                yield groups.group_of(x)
+            except (TypeError, ValueError):  # this process is not in the group
+                continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api import dynamo
 from tritoncp.api.attention import flex_attention
+from tritoncp.api.group_call import group_call
+from tritoncp.api.keywords import INSTEAD, advice
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.mask import Mask
@@ -29,14 +32,7 @@ OPTIONS = ("score_mod", "scale", "enable_gqa", "return_lse", "kernel_options", "
 CALL = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options",
 )  # fmt: skip
-# Keywords that change the result of attention: refused, even where forward's own **kwargs would ignore them.
-UNSUPPORTED = frozenset(
-    {
-        "alibi_slopes", "attn_bias", "bias", "dropout", "dropout_p", "head_mask", "key_padding_mask",
-        "logit_soft_cap", "logits_soft_cap", "s_aux", "sinks", "sliding_window", "softcap", "window",
-        "window_size",
-    }
-)  # fmt: skip
+KNOWN = (*OPTIONS, *MASK_NAMES, "is_causal", "out_transform")
 
 
 class Signature(NamedTuple):
@@ -44,12 +40,10 @@ class Signature(NamedTuple):
 
     names:    of positional arguments; the first three are query, key and value
     defaults: of parameters after these
-    open:     whether forward has **kwargs besides named parameters
     """
 
     names: tuple[str, ...]
     defaults: dict[str, Any]
-    open: bool
 
     @classmethod
     def of(cls, module: nn.Module) -> Signature:
@@ -58,9 +52,9 @@ class Signature(NamedTuple):
         kinds = {p.kind for p in parameters}
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if not named and inspect.Parameter.VAR_POSITIONAL in kinds:
-            return cls(CALL, {}, False)
+            return cls(CALL, {})
         positional = tuple(p.name for p in named if p.kind is not p.KEYWORD_ONLY)
-        fits = len(positional) >= 3 and not any(_is_option(name) for name in positional[:3])
+        fits = len(positional) >= 3 and not any(name in KNOWN for name in positional[:3])
         owned = sum(1 for _ in module.parameters())
         if not fits or owned:
             also = f" and has {owned} parameters of its own" if fits else ""
@@ -70,11 +64,12 @@ class Signature(NamedTuple):
                 "flex_attention by their names: put it on the inner module that calls flex_attention"
             )
         defaults = {p.name: p.default for p in named[3:] if p.default is not p.empty}
-        return cls(positional, defaults, inspect.Parameter.VAR_KEYWORD in kinds)
+        return cls(positional, defaults)
 
     def sort(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return ([query, key, value], {name: other argument that is not None}). Raises TypeError for an
-        argument that flex_attention does not have, unless it equals the parameter's default."""
+        argument that has no meaning here, unless it is None or equals the parameter's default: left out in
+        silence, a misspelled mask would be full attention."""
         if len(args) > len(self.names):
             raise TypeError(f"{len(args)} positional arguments; forward takes {', '.join(self.names)}")
         arguments = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
@@ -86,11 +81,11 @@ class Signature(NamedTuple):
         for name, value in arguments.items():
             if value is None or self._is_ignored(name, value):
                 continue
-            if not _is_option(name):
-                accepted = ", ".join(sorted((*OPTIONS, *MASK_NAMES)))
+            if name not in KNOWN:
                 raise TypeError(
-                    f"{name}={value!r}: flex_attention has no argument {name!r}, only {accepted}: leave the "
-                    "module's other parameters at their defaults"
+                    f"{name}={reprlib.repr(value)}: ContextParallel has no argument {name!r}"
+                    f"{advice(name, KNOWN)}. It has {', '.join(KNOWN)}; others of forward have to be None or "
+                    "their defaults"
                 )
             name = "block_mask" if name in MASK_NAMES else name
             if name in options and options[name] is not value:
@@ -99,19 +94,15 @@ class Signature(NamedTuple):
         return inputs, options
 
     def _is_ignored(self, name: str, value: Any) -> bool:
-        """Return whether an argument that flex_attention does not have may be ignored."""
-        if _is_option(name):
+        """Return whether an argument that ContextParallel does not have may be left out: its default, or if
+        its name is one that changes attention, a value that does not."""
+        if name in KNOWN:
             return False
-        if name == "dropout_p":
-            return not value
+        is_plain = isinstance(value, bool | int | float | str)
+        if name in INSTEAD:
+            return (is_plain and not value) or (isinstance(value, tuple) and value == (-1, -1))
         default = self.defaults.get(name, inspect.Parameter.empty)
-        if value is default or (isinstance(value, bool | int | float | str) and value == default):
-            return True
-        return self.open and name not in self.defaults and name not in (*self.names, *UNSUPPORTED)
-
-
-def _is_option(name: str) -> bool:
-    return name in OPTIONS or name in MASK_NAMES or name in ("is_causal", "out_transform")
+        return value is default or (is_plain and value == default)
 
 
 class Layout(NamedTuple):
@@ -140,19 +131,23 @@ class Layout(NamedTuple):
 LAYOUTS = {0: Layout(None, 0, 1), 1: Layout(0, 1, 2), 2: Layout(0, 2, 1)}
 
 
+@group_call
 def run_inner_attention(
-    inputs: Sequence[Any], options: dict[str, Any], mesh: DeviceMesh | None, seq_dim: int, plan: Any = None,
-    first_head: int | None = None,
+    signature: Signature, args: Sequence[Any], kwargs: dict[str, Any], mesh: DeviceMesh | None, seq_dim: int,
+    plan: Any = None, first_head: int | None = None, always: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Run flex_attention on an inner module's query, key and value: in its layout, plain or DTensors.
+    """Run flex_attention on the arguments of an inner module's forward: in its layout, plain or DTensors.
 
-    options: arguments of flex_attention, is_causal of scaled_dot_product_attention, and out_transform, which
-        is called with plain tensors out and lse [..., heads] in the module's layout
+    args, kwargs: query, key and value, arguments of flex_attention, is_causal of
+        scaled_dot_product_attention, and out_transform, which is called with plain tensors out and lse [...,
+        heads] in the module's layout
     mesh: the context-parallel mesh; may be None for DTensors whose mesh has a dimension "cp"
     plan: Plan or mask of calls that pass none
     first_head: index in the layer of the tensors' first head, for plain tensors with a part of the heads
+    always: arguments that replace those of the call
     """
-    layout, options = LAYOUTS[seq_dim], dict(options)
+    inputs, options = signature.sort(args, kwargs)
+    layout, options = LAYOUTS[seq_dim], {**options, **(always or {})}
     is_causal, out_transform = options.pop("is_causal", None), options.pop("out_transform", None)
     mask = resolve_mask(options.pop("block_mask", None), plan, is_causal)
     q = inputs[0]

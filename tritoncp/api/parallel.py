@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tritoncp.api import dynamo
 from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, run_inner_attention
+from tritoncp.api.keywords import advice
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.graph.key_exchange import send_keys_op
 from tritoncp.ops.reshard import reshard_op
@@ -63,9 +64,9 @@ class ContextParallel(ParallelStyle):
     no global state, context manager or other module is changed. forward has to begin with query, key and
     value. Other parameters are matched by name with flex_attention's arguments (``block_mask`` may be called
     ``attention_masks``, ``attention_mask``, ``attn_mask`` or ``mask``), ``is_causal`` and ``out_transform``,
-    and keep their defaults. A parameter of any other name has to be None or its default. Names in forward's
-    own ``**kwargs`` are ignored, except that names that change attention, as ``dropout_p=0.1``, are an error.
-    A forward of ``(*args, **kwargs)`` has flex_attention's arguments in its order.
+    and keep their defaults. An argument of any other name is an error, also in forward's own ``**kwargs``,
+    unless it is None or the parameter's default: a misspelled mask would be full attention. A forward of
+    ``(*args, **kwargs)`` has flex_attention's arguments in its order.
 
     plan:     Plan or global mask for calls that pass none; shards are in its order
     seq_dim:  the sequence dimension of inputs and out: 2 for [B, H, S_local, D], 1 for [B, S_local, H, D],
@@ -99,12 +100,13 @@ class ContextParallel(ParallelStyle):
 
     def __init__(self, plan: Any = None, *, seq_dim: int = 2, **always: Any) -> None:
         super().__init__()
-        unknown = set(always) - {*OPTIONS, "block_mask", "is_causal", "out_transform"}
-        if unknown:
-            raise TypeError(
-                f"{', '.join(sorted(unknown))}: flex_attention has no such argument; pass arguments of "
-                "flex_attention, is_causal or out_transform"
-            )
+        known = [*OPTIONS, "block_mask", "is_causal", "out_transform"]
+        for name in always:
+            if name not in known:
+                raise TypeError(
+                    f"ContextParallel has no argument {name!r}{advice(name, known)}. It has plan, seq_dim and, "
+                    f"for every call, {', '.join(known)}"
+                )
         if seq_dim not in LAYOUTS:
             raise ValueError(
                 f"seq_dim={seq_dim}: pass 2 for [B, H, S, D], 1 for [B, S, H, D] or 0 for [S, H, D]"
@@ -115,8 +117,7 @@ class ContextParallel(ParallelStyle):
         signature, plan, seq_dim, always = Signature.of(module), self.plan, self.seq_dim, self.always
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            inputs, options = signature.sort(args, kwargs)
-            return run_inner_attention(inputs, {**options, **always}, device_mesh, seq_dim, plan)
+            return run_inner_attention(signature, args, kwargs, device_mesh, seq_dim, plan, always=always)
 
         module.forward = forward
         return module

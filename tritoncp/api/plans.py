@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp.api import plan_cache
 from tritoncp.api.group_call import group_call
 from tritoncp.api.mask_source import Sources
-from tritoncp.api.validate import check_plannable
+from tritoncp.api.validate import check_mesh, check_plannable
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
 from tritoncp.distributed import consistency, groups
@@ -58,7 +58,7 @@ def make_plan(
 
     block_mask: a mask, or a dict of the masks of a model's layers: their work is summed for one placement,
     and the result is a dict of plans. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call this (2-D
-    for "ulysses" and "ulysses+ring": the second dimension exchanges heads); without a mesh, ``world_size``
+    with schedule="ulysses" or "ulysses+ring": the second dimension exchanges heads); without a mesh, ``world_size``
     and ``rank`` (0 by default). balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch;
     "ptrr_unweighted": torch's placement), a function from a ``tritoncp.planning.work.Work`` to the blocks of
     each rank, None for natural order, or "auto": of these names and natural order, each with its fastest
@@ -82,6 +82,7 @@ def make_plan(
     True
     """
     group = groups.group_of(mesh)
+    check_mesh(mesh, schedule=schedule)
     if group is not None:
         world_size, rank = group.size(), group.rank()
     for name, number in (("world_size", world_size), ("rank", rank)):

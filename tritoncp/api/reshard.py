@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api import shards, validate
 from tritoncp.api.group_call import group_call, place_in_group
+from tritoncp.api.plans import MaskLike
 from tritoncp.api.simulate import World
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed import groups
-from tritoncp.masks.mask import Mask
+from tritoncp.distributed.consistency import Facts, fact, together
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.dispatch import is_traced
 from tritoncp.ops.reshard import Reshard, compare_reshard, move_rows
@@ -59,6 +60,7 @@ def reshard(
     if isinstance(mesh, World):
         return _reshard_in_world(x, source, target, mesh, dim, side, batch_dim, pad)
     place = place_in_group(mesh)
+    validate.check_mesh(mesh, source, target)
     world, world_size, rank = place
     for plan in (source, target):
         _check_plan(plan, world_size, rank if world else None)
@@ -135,7 +137,7 @@ def _lengths(plan: Any, other: Any, side: str, world_size: int) -> Sequence[int]
 @group_call
 def unshard(
     x: Tensor,
-    plan_or_mask: BlockMask | Mask | Plan,
+    plan_or_mask: MaskLike | None,
     mesh: Any = None,
     *,
     dim: int,
@@ -143,28 +145,56 @@ def unshard(
     batch_dim: int | None = 0,
     grad: str | None = None,
 ) -> Tensor:
-    """Gather the shards of all ranks into the global tensor, without padding. In a compiled graph it is one
-    op.
+    """Gather the shards of all ranks into the global tensor, without padding: the inverse of :func:`shard`. In
+    a compiled graph it is one op.
 
+    plan_or_mask: as in :func:`shard`. Where it has no lengths, as None, the ranks exchange the lengths of their
+    even pieces at every call; a graph needs a plan or mask with lengths.
     ``grad``: needed if x requires grad, the backward pass: "sum" (the loss is a sum over ranks:
     reduce-scatter) or "slice" (every rank computes the same loss: each keeps its rows, no communication).
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
+    validate.check_mesh(mesh, plan_or_mask)
     if isinstance(plan_or_mask, Plan):
         validate.check_place(plan_or_mask, place[1], None)
-    else:
-        validate.check_plannable(plan_or_mask)
-    placement, rank = shards.placement_of(x, plan_or_mask, place, dim, side)
+    shards.check_dim(x, dim)
     _check_batch_dim(x, batch_dim)
+    _check_grad(x, grad)
+    check_side(side)
+    length = None if shards.has_lengths(plan_or_mask) else _length_in_order(x, dim, place)
+    placement, rank = shards.placement_of(x, plan_or_mask, place, dim, side, length)
     shards.check_rows_along(x, dim, placement.lengths[rank], "this rank's shard")
-    if x.requires_grad and grad not in ("sum", "slice"):
-        raise ValueError(
-            f"grad={grad!r} and x requires grad: pass grad='sum' (the loss is summed over ranks) or "
-            "grad='slice' (every rank computes the same loss)"
-        )
     handle = plan_or_mask.pinned().handle if isinstance(plan_or_mask, Plan) else None
     dim, batch_dim = dim % x.ndim, None if batch_dim is None else batch_dim % x.ndim
     call = Reshard(
         handle, None, side, dim, batch_dim, placement.length, 0, place[0], "target", grad or "slice"
     )
     return move_rows(call, [x])[0]
+
+
+def _check_grad(x: Tensor, grad: str | None) -> None:
+    if x.requires_grad and grad not in ("sum", "slice"):
+        raise ValueError(
+            f"grad={grad!r} and x requires grad: pass grad='sum' (the loss is summed over ranks) or "
+            "grad='slice' (every rank computes the same loss)"
+        )
+
+
+def _length_in_order(x: Tensor, dim: int, place: tuple[str, int, int]) -> int:
+    """Return the length of the sequence whose even pieces, in order, the ranks hold: their sum (collective).
+    Raises ValueError on all ranks for other pieces."""
+    world, rows = place[0], x.shape[dim]
+    if not world:
+        return rows
+    if torch.compiler.is_dynamo_compiling() or is_traced(x):
+        raise TypeError(
+            "plan_or_mask has no lengths, which a graph cannot exchange: pass the plan, or "
+            "full_mask(Q_LEN, KV_LEN) for natural order"
+        )
+    purpose = "unshard of shards in natural order"
+
+    def work() -> tuple[None, Facts, Sequence[int]]:
+        return None, {"call": fact(purpose)}, (rows,)
+
+    _, lengths = together(groups.group_by_name(world), purpose, work)
+    return shards.sum_even([length for (length,) in lengths])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api import validate
-from tritoncp.api.group_call import group_call, place_in_group
+from tritoncp.api.group_call import place_in_group
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
 from tritoncp.masks.closed_forms import Document, document
@@ -18,12 +19,11 @@ from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.planning.placement import Placement, check_side, in_order, take
+from tritoncp.planning.placement import Placement, check_side, in_order, pieces, take
 from tritoncp.planning.plan import Plan
 
 
 @graph_entry
-@group_call
 def shard(
     x: Tensor,
     plan_or_mask: MaskLike | None,
@@ -44,17 +44,28 @@ def shard(
     >>> shard(torch.arange(8), plan, dim=0)
     tensor([2, 3, 4, 5])
     """
-    placement, rank = placement_of(x, plain_mask(plan_or_mask), place_in_group(mesh), dim, side)
+    place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
+    validate.check_mesh(mesh, plan_or_mask)
+    return cut(x, plan_or_mask, place, dim, side, batch_dim, pad)
+
+
+def cut(
+    x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str = "q",
+    batch_dim: int | None = 0, pad: float | int | bool = 0,
+) -> Tensor:  # fmt: skip
+    """Return the shard of the rank of ``place`` after checks. place: of :func:`place_in_group`"""
+    placement, rank = placement_of(x, plan_or_mask, place, dim, side)
     check_rows_along(x, dim, placement.length, "a global tensor")
     check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 
 def placement_of(
-    x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str
+    x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str, length: int | None = None
 ) -> tuple[Placement, int]:
     """Check the arguments of `shard`; return (placement of tokens, this rank): of a Plan, or natural order
-    for a raw mask. place: of :func:`place_in_group`"""
+    for a raw mask. place: of :func:`place_in_group`. length: of the sequence, where the mask has none; None:
+    that of x"""
     world, world_size, rank = place
     check_dim(x, dim)
     if isinstance(plan_or_mask, Plan):
@@ -62,15 +73,22 @@ def placement_of(
             validate.check_place(plan_or_mask, world_size, rank)
         return plan_or_mask.side(side), plan_or_mask.rank
     check_side(side)
-    length = x.shape[dim]  # of a closed form, which has none of its own
-    if isinstance(plan_or_mask, BlockMask | Mask) and not has_no_lengths(plan_or_mask):
+    if has_lengths(plan_or_mask):
         length = plan_or_mask.seq_lengths[side == "kv"]
-    elif plan_or_mask is not None and not isinstance(plan_or_mask, BlockMask | MaskMod):
+    return in_order(x.shape[dim] if length is None else length, world_size), rank
+
+
+def has_lengths(plan_or_mask: Any) -> bool:
+    """Return whether a plan or mask has the lengths of its sequence, which a closed form and None have not.
+    Raises TypeError for anything else."""
+    if plan_or_mask is None or isinstance(plan_or_mask, MaskMod):
+        return False
+    if not isinstance(plan_or_mask, BlockMask | Mask | Plan):
         raise TypeError(
             f"plan_or_mask is a {type(plan_or_mask).__name__}; pass a Plan, make_plan(block_mask, mesh), or "
-            "a mask, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+            "a mask, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN), or None for natural order"
         )
-    return in_order(length, world_size), rank
+    return not has_no_lengths(plan_or_mask)
 
 
 @graph_entry
@@ -80,6 +98,7 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
     documents: document index of each global token, [N] or [B, N], or the ``document(...)`` mask: positions
     then start at 0 in every document, as rotary embeddings of packed sequences need them. With a
     ``tree(...)`` mask a position is the depth of the token: the number of tokens before it on its path.
+    Raises ValueError for documents or a tree of another number of tokens or batch rows than the plan's.
 
     >>> from tritoncp import causal, create_block_mask, make_plan, tree
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
@@ -93,6 +112,11 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
         return at
     within = _positions_within(documents, plan.q.length)  # [B or 1, N]
     batch = max(len(within), len(at))
+    if min(len(within), len(at)) not in (1, batch):
+        raise ValueError(
+            f"documents has {len(within)} batch rows, and the plan places {len(at)}; pass the documents of the "
+            "batch that the plan was made for"
+        )
     local = within.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
     return local.masked_fill(at < 0, -1)
 
@@ -100,12 +124,18 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
 def _positions_within(documents: Any, length: int) -> Tensor:
     """Return each token's position in its document, or its depth in a tree: int64 [B or 1, length]."""
     mask = document(ids=documents) if isinstance(documents, Tensor) else documents
-    if isinstance(mask, Tree):
-        return mask.positions(length)
-    if not isinstance(mask, Document):
+    if not isinstance(mask, Document | Tree):
         raise TypeError(
             f"documents is {mask!r}; pass a tensor of document indices, document(...) or tree(...)"
         )
+    tokens = (mask.depth if isinstance(mask, Tree) else mask.ids).shape[-1]
+    if tokens != length:
+        raise ValueError(
+            f"documents is of {tokens} tokens, and the plan of {length}: pass the documents or the tree of the "
+            "whole sequence, padding included"
+        )
+    if isinstance(mask, Tree):
+        return mask.positions(length)
     intervals = mask.intervals(length, length)
     if intervals is None:
         raise ValueError(
@@ -144,3 +174,14 @@ def check_rows_along(x: Tensor, dim: int, length: int, what: str) -> None:
     """Raise ValueError unless x has ``length`` rows along dim. what: words for the needed tensor"""
     if x.shape[dim] != length:
         raise ValueError(f"x is {tuple(x.shape)}; {what} is needed, {length} rows along dimension {dim}")
+
+
+def sum_even(lengths: Sequence[int]) -> int:
+    """Return the length of the sequence whose pieces, in order, have these lengths. Raises ValueError unless they are even."""
+    even = pieces(sum(lengths), len(lengths))
+    if list(lengths) != even:
+        raise ValueError(
+            f"x: the shards of all ranks have {list(lengths)} rows; without a plan, even pieces in order are "
+            f"needed, here {even}: pass the plan by which they were sharded"
+        )
+    return sum(lengths)

@@ -15,11 +15,23 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from tritoncp.api import plan_cache, plans, shards, validate
-from tritoncp.api.attention import KeywordOptions, Options, ScoreMod, make_call, sort_arguments
+from tritoncp.api import plan_cache, plans, shards, trees, validate
+from tritoncp.api.attention import (
+    KeywordOptions,
+    Options,
+    ScoreMod,
+    flex_attention,
+    make_call,
+    sort_arguments,
+)
+from tritoncp.api.keywords import unexpected_keyword
 from tritoncp.api.mask_source import Sources
+from tritoncp.api.plans import MaskLike
+from tritoncp.api.trees import TreeEdges
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops import dispatch
 from tritoncp.ops.lockstep import attend_in_lockstep
@@ -63,23 +75,45 @@ class World:
         return plan
 
     @host_only
-    def shard(self, x: Tensor, plan: Plan, **options: Any) -> list[Tensor]:
+    def shard(self, x: Tensor, plan: MaskLike | None, **options: Any) -> list[Tensor]:
         """Return the shards of all ranks of the global tensor ``x``, see :func:`tritoncp.shard`."""
-        self._check(plan)
-        return [shards.shard(x, plan.for_rank(rank), **options) for rank in range(self.world_size)]
+        plan = self._checked(plan)
+        return [
+            shards.cut(x, plan.for_rank(rank) if isinstance(plan, Plan) else plan, place, **options)
+            for rank, place in enumerate(self._places)
+        ]
 
     @host_only
     def unshard(
-        self, xs: Sequence[Tensor], plan: Plan, *, dim: int, side: str = "q", batch_dim: int | None = 0
-    ) -> Tensor:
-        """Gather the shards of all ranks into the global tensor. Differentiable."""
-        self._check(plan)
+        self, xs: Sequence[Tensor], plan: MaskLike | None, *, dim: int, side: str = "q",
+        batch_dim: int | None = 0,
+    ) -> Tensor:  # fmt: skip
+        """Gather the shards of all ranks into the global tensor, see :func:`tritoncp.unshard`.
+        Differentiable."""
+        plan = self._checked(plan)
         self._count(xs)
-        placement = plan.side(side)
+        for x in xs:
+            shards.check_dim(x, dim)
+        length = None if shards.has_lengths(plan) else shards.sum_even([x.shape[dim] for x in xs])
+        placement, _ = shards.placement_of(xs[0], plan, self._places[0], dim, side, length)
         for rank, x in enumerate(xs):
             shards.check_rows_along(x, dim, placement.lengths[rank], f"rank {rank}'s shard")
         whole = torch.cat([lengthen(x, dim, placement.s_max) for x in xs], dim)
         return take(whole, placement.inverse, dim, batch_dim, 0)
+
+    @host_only
+    def positions(self, plan: Plan, documents: Tensor | MaskMod | None = None) -> list[Tensor]:
+        """Return the global positions of all ranks' tokens, see :func:`tritoncp.positions`."""
+        self._check(plan)
+        return [shards.positions(plan.for_rank(rank), documents) for rank in range(self.world_size)]
+
+    @host_only
+    def tree_edges(
+        self, plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = None
+    ) -> list[TreeEdges]:
+        """Return the edges of all ranks' parts of a prefix tree, see :func:`tritoncp.tree_edges`."""
+        self._check(plan)
+        return [trees.tree_edges(plan.for_rank(rank), tree, tokens, weights) for rank in range(self.world_size)]
 
     @overload
     def flex_attention(
@@ -116,6 +150,8 @@ class World:
         [torch.Size([1, 2, 256, 16]), torch.Size([1, 2, 256, 16])]
         """
         dispatch.refuse_transforms()
+        if (wrong := unexpected_keyword(flex_attention, options)) is not None:
+            raise wrong
         score_mod, block_mask, _ = sort_arguments(score_mod, block_mask, None)
         mask = plain_mask(block_mask)
         shards: tuple[Sequence[Any], ...]
@@ -161,7 +197,21 @@ class World:
             validate.check_sizes(plan.for_rank(rank), one)
         return plan
 
+    @property
+    def _places(self) -> list[tuple[str, int, int]]:
+        """The places of all ranks, as of :func:`tritoncp.api.group_call.place_in_group`."""
+        return [("", self.world_size, rank) for rank in range(self.world_size)]
+
+    def _checked(self, plan_or_mask: Any) -> Any:
+        """Return a plan of this world, or a mask, as it is."""
+        plan_or_mask = plain_mask(plan_or_mask)
+        if isinstance(plan_or_mask, Plan):
+            self._check(plan_or_mask)
+        return plan_or_mask
+
     def _check(self, plan: Plan) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan is a {type(plan).__name__}; a Plan is needed: world.make_plan(block_mask)")
         if plan.world_size != self.world_size:
             raise ValueError(f"the plan is for {plan.world_size} ranks, this world has {self.world_size}")
 

@@ -170,8 +170,9 @@ def pack_trajectories(
     trajectories: token ids of each, a list or an integer tensor [L_j] on any device; they may be equal,
     empty, or a prefix of another. weights: floats [L_j] for each, the weight of each token as a label, for
     example 0 for prompts; None: 1. Results are on the CPU, and equal on all ranks for equal arguments.
-    Raises ValueError for trajectories that are not integers [L_j], for weights of other lengths, and if there
-    is no token; TypeError for trajectories or weights that are not lists of numbers or tensors.
+    Raises ValueError for trajectories that are not integers [L_j], for weights of other lengths or that
+    require grad, and if there is no token; TypeError for trajectories or weights that are not lists of numbers
+    or tensors.
 
     >>> packed = pack_trajectories([[7, 8, 1], [7, 8, 2, 3], [7, 8, 1]])
     >>> packed.tokens.tolist(), packed.weights.tolist()
@@ -246,6 +247,13 @@ def _sum_weights(paths: list[Tensor], weights: Any, size: int) -> Tensor:
     if weights is None:
         weights = [torch.ones(len(path)) for path in paths]
     _check_lists("weights", weights)
+    weights = list(weights)
+    learned = [j for j, x in enumerate(weights) if isinstance(x, Tensor) and x.requires_grad]
+    if learned:
+        raise ValueError(
+            f"weights[{learned[0]}] requires grad, and the packed weights have no gradient: pass "
+            "weight.detach(), and multiply the loss of each trajectory by what is learned"
+        )
     tensors = [as_host_tensor(f"weights[{j}]", x, NUMBERS) for j, x in enumerate(weights)]
     if [list(x.shape) for x in tensors] != [[len(path)] for path in paths]:
         shapes = [list(x.shape) for x in tensors[:8]]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.core.caller import warn_caller
+from tritoncp.distributed import groups
 from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
@@ -117,40 +118,23 @@ def expansion_of(q: Any, k: Any, v: Any, expand: Any, enable_gqa: bool) -> Expan
             f"query {tuple(q.shape)} and the latent {tuple(k.shape)} do not fit together: [B, Hq, Sq, D] and "
             "[B or 1, heads, Skv, channels] are needed"
         )
-    fn, *arguments = expand
-    rows = k.detach().new_ones(1, k.shape[1], 2, k.shape[3])
+    device = q.device.type
+    is_cast = device != "meta" and torch.is_autocast_enabled(device)
+    autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
+    expansion = Expansion.of(expand[0], expand[1:], (), autocast)
     with torch.enable_grad():
-        result = fn(rows, *(x.detach() if isinstance(x, Tensor) else x for x in arguments))
-    key, value = _check_expanded(result, rows)
+        rows = k.detach().new_ones(1, k.shape[1], 2, k.shape[3])
+        key, value = expansion.with_tensors([x.detach() for x in expansion.tensors])(rows)
+    if key.requires_grad or value.requires_grad:
+        raise ValueError(
+            "expand: fn reads a tensor that requires grad and is none of its parameters, so that no gradient "
+            "would reach it; pass it, or the module that has it: expand=(fn, *parameters)"
+        )
     try:
         check_tensors(q[:1], key, value, enable_gqa)
     except ValueError as error:
         raise ValueError(f"expand: wrong key or value returned by fn: {error}") from None
-    device = q.device.type
-    is_cast = device != "meta" and torch.is_autocast_enabled(device)
-    autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
-    return Expansion.of(fn, arguments, (key.shape[1], key.shape[3], value.shape[3]), autocast)
-
-
-def _check_expanded(result: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Check the key and value that the function of expand= returned for rows of a latent; return them."""
-    if not isinstance(result, tuple | list) or [isinstance(x, Tensor) for x in result] != [True, True]:
-        raise TypeError(
-            f"expand: fn returned a {type(result).__name__}; a pair of tensors is needed: return key, value"
-        )
-    for name, x in zip(("key", "value"), result):
-        if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != rows.shape[2]:
-            raise ValueError(
-                f"expand: fn returned a {name} {tuple(x.shape)} for a latent {tuple(rows.shape)}; [batch, "
-                "heads, rows, head dim] with the latent's batch and rows is needed: map each row by itself"
-            )
-        if x.requires_grad:
-            raise ValueError(
-                "expand: fn reads a tensor that requires grad and is none of its parameters, so that no "
-                "gradient would reach it; pass it: expand=(fn, *parameters)"
-            )
-    key, value = result
-    return key, value
+    return expansion._replace(sizes=(key.shape[1], key.shape[3], value.shape[3]))
 
 
 def _exchanged(name: str, rows: int, heads: int) -> str:
@@ -250,13 +234,18 @@ def check_aux(return_lse: bool, return_aux: Any) -> None:
         raise ValueError("return_lse and return_aux in one call: pass return_aux=AuxRequest(lse=True) alone")
 
 
-def check_mesh(mask: Any, degree: int) -> None:
-    """Raise for a 2-D mesh without a Plan. degree: size of its second dimension, 0 for a 1-D mesh."""
-    if degree and not isinstance(mask, Plan):
+def check_mesh(mesh: Any, *plans: Any, schedule: str = "") -> None:
+    """Raise ValueError for a mesh of two dimensions, whose ranks would all share one sequence, unless the
+    schedule, or that of one of the plans, exchanges heads between the ranks of the second one."""
+    if mesh is None or not groups.degree_of(mesh):
+        return
+    names = [schedule, *[plan.schedule for plan in plans if isinstance(plan, Plan)]]
+    if not any([name.startswith("ulysses") for name in names]):
         raise ValueError(
-            "mesh has two dimensions, for which a Plan is needed: pass make_plan(mask, mesh, "
-            "schedule='ulysses+ring') in place of the mask, or the context-parallel dimension alone, for "
-            "example mesh['cp']"
+            f"mesh has two dimensions, {mesh.mesh_dim_names}, and all its {mesh.size()} ranks would share one "
+            "sequence: pass mesh['cp'], the dimension of context parallelism, by its name. For a second "
+            "dimension that exchanges heads, pass the plan of make_plan(mask, mesh, schedule='ulysses+ring'), or "
+            "of 'ulysses'"
         )
 
 

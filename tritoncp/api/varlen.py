@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from tritoncp.api.attention import KeywordOptions, flex_attention
 from tritoncp.api.group_call import group_call
+from tritoncp.api.validate import check_mesh
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.core.handles import handle_of
@@ -177,6 +178,7 @@ def _reorder(
     x: Tensor, cu_seqlens: Tensor, mesh: Any, world_size: int | None, dim: int, to_dual: bool
 ) -> Tensor:
     group = groups.group_of(mesh)
+    check_mesh(mesh)
     if (group is None) == (world_size is None):
         raise ValueError(
             "mesh and world_size: pass either mesh= (x is this rank's shard) or world_size= (x is the "

@@ -153,9 +153,6 @@ class OwnedState(Generic[V]):
     def values(self) -> list[V]:
         return list(self._values.values())
 
-    def items(self) -> list[tuple[Any, V]]:
-        return list(self._values.items())
-
     def clear(self) -> None:
         """Remove all values."""
         with self._lock:

@@ -12,8 +12,9 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -99,12 +100,15 @@ def _is_user_file(filename: str) -> bool:
     return not filename.startswith(_LIBRARY_PATHS) and "/contextlib.py" not in filename
 
 
-def user_line() -> str:
-    """Return file:line of the innermost stack frame in user code."""
+def user_line(fn: Any = None, callers: Container[CodeType] = ()) -> str:
+    """Return file:line of the innermost stack frame in user code; for what runs outside of ``fn``, as the
+    backward pass of what it computed, that of its definition. callers: code of the frames that call fn"""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code in callers:
+            break
         if _is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{line}"
-    return "an unknown line"
+    return "an unknown line" if fn is None else origin(fn)
 
 
 def last_user_line(stack: Sequence[traceback.FrameSummary], default: str) -> str:

@@ -74,10 +74,10 @@ class FlexAttention(attention.FlexAttention):
         **options: Any,
     ) -> Tensor:
         options["attention_masks"] = attention_masks
-        inputs, sorted_options = self._signature.sort((q_BLNH, k_BLNH, v_BLNH), options)
+        inputs = q_BLNH, k_BLNH, v_BLNH
         mesh = self._cp_mesh if isinstance(attention_masks, Plan) else None
         first_head = None if self._tp_rank is None else self._tp_rank * q_BLNH.shape[2]
-        return run_inner_attention(inputs, sorted_options, mesh, SEQ_DIM, first_head=first_head)
+        return run_inner_attention(self._signature, inputs, options, mesh, SEQ_DIM, first_head=first_head)
 
 
 @override(

@@ -19,7 +19,7 @@ from tritoncp.core.upload import upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.kernels.layouts import layout_of, specialisation_of
-from tritoncp.kernels.options import PINNED, ROUTES, check_options
+from tritoncp.kernels.options import PINNED, ROUTES, check_options, warn_left_out
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod, deterministic_sum
 from tritoncp.mods.mod import arguments, gradient_arguments
@@ -65,6 +65,7 @@ def engine_of(
             expand, lambda key, value: engine_of(call, q, key, value, extra, own), q, sums
         )
     warn_untested()
+    warn_left_out(call.options)
     plan, score, device = call.plan, call.score, q.device
     if not q.is_cuda and not uses_triton(device):
         if call.is_invariant:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.distributed.schedules import buffers
@@ -28,15 +30,20 @@ class Expansion(NamedTuple):
     """The user's function from rows of a latent to keys and values (``expand=``), and its arguments.
 
     fn:        (latent [B, Hl, rows, C], *arguments) -> key [B, Hkv, rows, D], value [B, Hkv, rows, E]
-    arguments: tensors and constants; None replaces tensors that an autograd node saves
-    places:    indices of the tensors in arguments
+    leaves:    of the arguments, a pytree; None replaces tensors that an autograd node saves
+    form:      pytree structure of the arguments; None: they are the leaves
+    modules:   fn and leaves that are modules, whose parameters are tensors of the call too
+    parameters: of the modules; None replaces them as it does leaves
     wants:     indices, in ``tensors``, of those that require grad
-    sizes:     (Hkv, D, E)
+    sizes:     (Hkv, D, E); () before they are known
     autocast:  name of the autocast dtype of the call; "": autocast was off
     """
 
     fn: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+    form: Any
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[Any, ...]
     places: tuple[int, ...]
     wants: tuple[int, ...]
     sizes: Sequence[int]
@@ -44,23 +51,41 @@ class Expansion(NamedTuple):
 
     @classmethod
     def of(
-        cls, fn: Callable[..., Any], arguments: Iterable[Any], sizes: Sequence[int], autocast: str = ""
+        cls, fn: Callable[..., Any], arguments: Iterable[Any], sizes: Sequence[int] = (), autocast: str = ""
     ) -> Expansion:
         """Make the record of a function and its arguments. sizes: (Hkv, D, E) of its results"""
-        arguments = tuple(arguments)
-        places = tuple([i for i, x in enumerate(arguments) if isinstance(x, Tensor)])
-        wants = tuple([at for at, i in enumerate(places) if arguments[i].requires_grad])
-        return cls(fn, arguments, places, wants, sizes, autocast)
+        leaves, form = [*arguments], None
+        if any([isinstance(x, tuple | list | dict) for x in leaves]):
+            leaves, form = tree_flatten(leaves)
+        modules = tuple([x for x in (fn, *leaves) if isinstance(x, nn.Module)])
+        parameters = tuple(dict.fromkeys([x for module in modules for x in module.parameters()]))
+        places = tuple([i for i, x in enumerate(leaves) if isinstance(x, Tensor)])
+        tensors = *[leaves[i] for i in places], *parameters
+        wants = tuple([i for i, x in enumerate(tensors) if x.requires_grad])
+        return cls(fn, tuple(leaves), form, modules, parameters, places, wants, sizes, autocast)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the function after the latent."""
+        return self.leaves if self.form is None else tuple(tree_unflatten(self.leaves, self.form))
+
+    @property
+    def count(self) -> int:
+        """Number of tensors, also while an autograd node saves them."""
+        return len(self.places) + len(self.parameters)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors among the arguments; () while an autograd node saves them."""
-        return tuple([self.arguments[i] for i in self.places if self.arguments[i] is not None])
+        """The tensors among the arguments, then parameters of modules; () while an autograd node saves
+        them."""
+        return tuple([x for x in (*[self.leaves[i] for i in self.places], *self.parameters) if x is not None])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Expansion:
         """Copy the record with other tensors; () drops them."""
-        by_place: dict[int, Any] = dict.fromkeys(self.places) | dict(zip(self.places, tensors))
-        return self._replace(arguments=tuple([by_place.get(i, x) for i, x in enumerate(self.arguments)]))
+        new: Sequence[Any] = tensors or [None] * self.count
+        by_place = dict(zip(self.places, new))
+        leaves = tuple([by_place.get(i, x) for i, x in enumerate(self.leaves)])
+        return self._replace(leaves=leaves, parameters=tuple(new[len(self.places) :]))
 
     def __call__(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values, under the autocast of the call."""
@@ -68,8 +93,11 @@ class Expansion(NamedTuple):
         if self.autocast:
             context = torch.autocast(latent.device.type, getattr(torch, self.autocast))
         with context:
-            key, value = self.fn(latent, *self.arguments)
-        return key, value
+            if self.modules:
+                result = call_with(self.modules, self.parameters, self.fn, latent, *self.arguments)
+            else:
+                result = self.fn(latent, *self.arguments)
+        return _check_expanded(result, latent)
 
     def check_call(self, plan: Plan, is_invariant: bool) -> None:
         """Raise ValueError for a plan whose schedule exchanges heads, and for the kernel option invariant."""
@@ -79,6 +107,39 @@ class Expansion(NamedTuple):
                 "of rows: expand before the call and pass key and value, or omit the option"
             )
         check_latent(plan, "expand=")
+
+
+class _Modules(nn.ModuleList):
+    """Modules whose parameters `torch.func.functional_call` replaces while it calls a function that reads
+    them."""
+
+    def forward(self, fn: Callable[..., Any], *arguments: Any) -> Any:
+        return fn(*arguments)
+
+
+def call_with(
+    modules: Sequence[nn.Module], parameters: Sequence[Tensor], fn: Callable[..., Any], *arguments: Any
+) -> Any:
+    """Call ``fn(*arguments)`` with other parameters in the modules that it reads."""
+    reader = _Modules(modules)
+    names = [name for name, _ in reader.named_parameters()]
+    return functional_call(reader, dict(zip(names, parameters, strict=True)), (fn, *arguments))
+
+
+def _check_expanded(result: Any, latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Check the key and value that the function of expand= returned for rows of a latent; return them."""
+    if not isinstance(result, tuple | list) or [isinstance(x, Tensor) for x in result] != [True, True]:
+        raise TypeError(
+            f"expand: fn returned a {type(result).__name__}; a pair of tensors is needed: return key, value"
+        )
+    for name, x in zip(("key", "value"), result):
+        if x.ndim != 4 or x.shape[0] != latent.shape[0] or x.shape[2] != latent.shape[2]:
+            raise ValueError(
+                f"expand: fn returned a {name} {tuple(x.shape)} for a latent {tuple(latent.shape)}; [batch, "
+                "heads, rows, head dim] with the latent's batch and rows is needed: map each row by itself"
+            )
+    key, value = result
+    return key, value
 
 
 class ExpandedStep(NamedTuple):
@@ -144,7 +205,7 @@ class ExpandingEngine:
     def forward(self, step: ForwardStep, **options: Any) -> Callable[[], None]:
         """Prepare a forward step over latents k [B, Hl, rows, C]."""
         with fresh_dispatch():
-            latents = _fill_padding(_rows_in_memory(step.k), step.tables)
+            latents = _copy_rows(_rows_in_memory(step.k), step.tables)
             key, value = _for_batch(self.expansion(latents), step.q)
         expanded = step._replace(k=key, v=value)
         launch: Callable[[], None] = self.engine_of(key, value).forward(expanded, **options)
@@ -187,7 +248,7 @@ class ExpandingEngine:
             latent = _rows_in_memory(step.k).detach().requires_grad_()
             wants = self.expansion.wants
             tensors = [x.detach().requires_grad_(i in wants) for i, x in enumerate(self.expansion.tensors)]
-            keys = self.expansion.with_tensors(tensors)(_fill_padding(latent, step.tables))
+            keys = self.expansion.with_tensors(tensors)(_copy_rows(latent, step.tables))
         engine = self.engine_of(*_for_batch(keys, step.q))
         self._step = ExpandedStep(keys, engine, [latent, *(tensors[i] for i in wants)])
         return self._step
@@ -198,12 +259,13 @@ def _rows_in_memory(x: Tensor) -> Tensor:
     return x if x.stride(0) else x[:1]
 
 
-def _fill_padding(latent: Tensor, tables: Any) -> Tensor:
-    """Replace padding, the latent rows that no slot of a step covers, by ones, for which the function was
-    checked: at arbitrary values it might be NaN, and so would be gradients of parameters."""
+def _copy_rows(latent: Tensor, tables: Any) -> Tensor:
+    """Copy the latent of a step, which the function may edit in place. Padding, the rows that no slot of the
+    step covers, is replaced by ones, for which the function was checked: at arbitrary values it might be NaN,
+    and so would be gradients of parameters."""
     slots, rows = tables.kv_slots, latent.shape[2]
     if len(slots) == 1 and tables.kv_rows == rows:
-        return latent
+        return latent.clone()
     first, _, tokens = slots.long().unbind(-1)
     edges, step = first.new_zeros(len(slots), rows + 1), torch.ones_like(first)
     edges.scatter_add_(1, first, step).scatter_add_(1, first + tokens, -step)

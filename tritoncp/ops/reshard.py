@@ -197,13 +197,14 @@ def compare_reshard(call: Reshard, group: Any, x: Tensor) -> None:
 def _body(x: Tensor, *arguments: Any) -> Tensor:
     call = Reshard(*arguments)
     group = groups.group_by_name(call.world) if call.world else None
+    rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
+    schedule = gather_or_cut(x, call, rank, world_size) if call.whole else exchange_rows(x, call, rank)
+    if group is None:
+        return collectives.lockstep([schedule])[0]
+    if call.grad == "slice" and call.whole == "source":  # no other rank takes part
+        return collectives.run_alone(schedule)
     with failures.closing(group):
-        if call.grad != "slice" or call.whole == "target":  # a slice of the own tensor needs no message
-            compare_reshard(call, group, x)
-        rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
-        schedule = gather_or_cut(x, call, rank, world_size) if call.whole else exchange_rows(x, call, rank)
-        if group is None:
-            return collectives.lockstep([schedule])[0]
+        compare_reshard(call, group, x)
         return collectives.run(schedule, group, call.name)
 
 

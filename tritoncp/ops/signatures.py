@@ -61,11 +61,6 @@ def table_of(group: Any) -> Table:
     return _TABLES.of(group)
 
 
-def groups_of(plan: Plan) -> list[Any]:
-    """Return the groups whose ranks made or compared this plan."""
-    return [group for group, table in _TABLES.items() if plan.identity in table.plans]
-
-
 def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Compare a call across the ranks, if its signature or plan is new to the group, or if TRITONCP_CHECK=1.
 
@@ -133,8 +128,8 @@ def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Facts:
 
 
 def structure_of_expansion(expand: Expansion) -> tuple[Any, ...]:
-    """Return the code of a function that expands latents, the forms of its arguments, and the sizes of its
-    results.
+    """Return the code of a function that expands latents, the forms of its arguments and parameters, and the
+    sizes of its results.
 
     >>> import torch
     >>> structure_of_expansion(Expansion.of(torch.mul, [torch.ones(2), 3.5], (1, 2, 2)))[1]
@@ -142,9 +137,9 @@ def structure_of_expansion(expand: Expansion) -> tuple[Any, ...]:
     """
     forms = [
         (dtype_name(x), tuple(x.shape), x.requires_grad) if isinstance(x, Tensor) else repr(x)
-        for x in expand.arguments
+        for x in (*expand.leaves, *expand.parameters)
     ]
-    return form_of(expand.fn), tuple(forms), tuple(expand.sizes), expand.autocast
+    return form_of(expand.fn), tuple(forms), tuple(expand.sizes), expand.autocast, str(expand.form)
 
 
 def plan_structure(plan: Plan) -> Any:

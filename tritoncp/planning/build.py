@@ -44,10 +44,10 @@ def build_all(
     balancer: None is natural order: rank r holds the r-th contiguous piece, ``lengths[r]`` tokens long
     (``kv_lengths`` for the keys, if they differ). "auto" chooses the balancer, or natural order, with the
     least predicted time of a layer of each mask, under its fastest schedule (or under ``schedule``).
-    degree: number of ranks that exchange heads under "ulysses", which is then the schedule
+    degree: number of ranks that exchange heads under "ulysses" and "ulysses+ring"; 0: as many as heads allow
     layer: sizes of the layer for which "auto" chooses, see :meth:`cost.Shape.of_layer`; None: the defaults
     """
-    schedule = _check_options(masks, world_size, rank, schedule, degree)
+    _check_options(masks, world_size, rank, schedule)
     if balancer not in (None, "auto"):
         resolve_balancer(balancer)
     if balancer == "auto" and world_size > 1:
@@ -114,23 +114,13 @@ def _cheapest(
     return [replace(plan, reason=reason) for plan in candidates[0][1]]
 
 
-def _check_options(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, degree: int) -> str:
-    """Return the schedule's name, "ulysses" for "auto" if ``degree`` ranks exchange heads. Raises ValueError
-    if an option does not fit the masks, the world or the degree."""
+def _check_options(masks: Sequence[Mask], world_size: int, rank: int, schedule: str) -> None:
+    """Raise ValueError if an option does not fit the masks or the world."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
     _check_same_blocks(masks)
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule={schedule!r} is unknown; pass auto, {', '.join(SCHEDULES)}")
-    if not degree:
-        return schedule
-    schedule = "ulysses" if schedule == "auto" else schedule
-    if not schedule.startswith("ulysses") or world_size % degree:
-        raise ValueError(
-            f"schedule={schedule!r} with a mesh of two dimensions, {world_size // degree} x {degree} ranks; "
-            "ranks of the second one exchange heads: pass 'ulysses', 'ulysses+ring' or 'auto'"
-        )
-    return schedule
 
 
 def _check_same_blocks(masks: Sequence[Mask]) -> None:

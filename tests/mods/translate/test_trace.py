@@ -13,8 +13,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import tritoncp
 from tests.mods.harness import N, eager_mask, run_mask, run_score
 from tritoncp.mods import Mod, Untranslatable, mask_mod, score_mod
 from tritoncp.mods.translate.trace import trace_mod
@@ -207,6 +209,39 @@ def test_a_mod_that_writes_to_a_capture_is_refused_before_it_writes(name: str, l
             translate(edit)
         assert __file__ in str(caught.value)
         assert torch.equal(t.detach(), before)
+
+
+class Random(torch.autograd.Function):
+    """A function with a derivative that no kernel computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.rand_like(grad)
+
+
+@pytest.mark.parametrize("through_a_call", [False, True])
+def test_a_refusal_in_the_backward_pass_names_a_line_of_the_user(through_a_call: bool) -> None:
+    """The line of a backward method, else that of the function, however it is called."""
+    weight = torch.ones(8, requires_grad=True)
+    x = torch.ones(1, 1, 8, 16)
+
+    def translate(fn: Any) -> str:
+        with pytest.raises(Untranslatable) as caught:
+            tritoncp.flex_attention(x, x, x, fn) if through_a_call else score_mod(fn)
+        return str(caught.value)
+
+    def smooth(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + torch.lgamma(weight[q])
+
+    line = smooth.__code__.co_firstlineno
+    assert f"digamma.default at {__file__}:{line} cannot be translated" in translate(smooth)
+    line = Random.backward.__code__.co_firstlineno + 2
+    said = translate(lambda score, b, h, q, kv: score + Random.apply(weight[q]))
+    assert f"rand_like.default at {__file__}:{line} cannot be translated" in said
 
 
 def test_an_error_of_the_users_code_is_raised_unchanged() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
+from tritoncp.api.validate import check_mesh
 from tritoncp.distributed import groups
 from tritoncp.integrations.transformers.batches import shard_batch
 
@@ -55,6 +56,7 @@ class ContextParallelTrainer(Trainer):
         self, *args: Any, mesh: Any = None, sharding: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         self.context_mesh, self.sharding = mesh, sharding or {}
+        check_mesh(mesh, schedule=self.sharding.get("schedule", "auto"))
         super().__init__(*args, **kwargs)
         if mesh is None and self.args.world_size > 1:
             self.context_mesh = dist.group.WORLD

@@ -146,7 +146,7 @@ class GraphWriter:
             return self._operation(node)
         except (NotImplementedError, KeyError, AssertionError) as error:
             reason = str(error) if isinstance(error, NotImplementedError) else "there is no rule for it"
-            line = node.stack_trace or self.trace.origin  # nodes of the backward pass have none
+            line = node.stack_trace or self.trace.origin
             remedy = (error.remedy,) if isinstance(error, TooLong) else ()
             raise Untranslatable(str(node.target), line, reason, *remedy) from error
 

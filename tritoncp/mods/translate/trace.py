@@ -13,6 +13,7 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class ModTrace:
 def trace_mod(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState) -> ModTrace:
     """Trace `fn`, and replace constants of the graph that are captured numbers by inputs."""
     device = _device(state.tensors)
-    recorder = _Recorder()
+    recorder = _Recorder(fn)
     leaves, own_gradients = _record(fn, is_score, dtype, device, recorder)
     graph, tensors = recorder.graph, recorder.tensors
     make_pure(graph, origin(fn))
@@ -126,6 +127,7 @@ def _record(
         grads = torch.autograd.grad(out, [score, *leaves], dscore, allow_unused=True)
         return out, torch.zeros_like(score) if grads[0] is None else grads[0], *grads[1:]
 
+    recorder.callers = call.__code__, joint.__code__
     # torch's cache of fake results is unbounded, with an entry for each value of a captured number.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False
@@ -170,10 +172,13 @@ class _Recorder(FakeRecorder):
     tensors: these inputs, in order of first use. constants: indices of those that the function itself makes
     detaches: whether to record detach() of results that do not require grad, so that the torch form has the
         function's gradient
+    fn, callers: the function, and the code that calls it, for the lines of errors
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
+        self.fn = fn
+        self.callers: tuple[CodeType, ...] = ()
         self.tensors: list[Tensor] = []
         self.constants: list[int] = []
         self.detaches = False
@@ -190,8 +195,13 @@ class _Recorder(FakeRecorder):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         new = list(itertools.takewhile(lambda node: node is not last, reversed(self.graph.nodes)))
         for node in new:
+<<<<<<< HEAD
             node.stack_trace = node.stack_trace or user_line()
         if is_view(func):
+=======
+            node.stack_trace = node.stack_trace or self._line()
+        if _is_view(func):
+>>>>>>> arguments
             self._views += [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
         # Under no_grad an in-place operation keeps the gradient of the edited tensor: torch.cosine_similarity
         # clamps its norms so.
@@ -211,30 +221,47 @@ class _Recorder(FakeRecorder):
             if not dense or is_traceable_wrapper_subclass(tensor) or tensor.dtype not in TRITON_NAME:
                 kind = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout})"
                 why = f"it is a {kind}; plain dense tensors are needed"
-                raise Untranslatable("a captured tensor", user_line(), why)
+                raise Untranslatable("a captured tensor", self._line(), why)
             last_input = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
             with self.graph.inserting_after(last_input):
                 self._note(tensor, self.graph.placeholder(f"t{len(self.tensors)}"))
             self.tensors.append(tensor)
         return self._nodes[id(tensor)]
 
+<<<<<<< HEAD
     def _is_capture(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and re.fullmatch(r"t\d+", node.name) is not None
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
+=======
+    def _line(self) -> str:
+        return user_line(self.fn, self.callers)
+
+    def _refuse(self, func: Any, args: Any) -> None:
+>>>>>>> arguments
         if func is aten._local_scalar_dense.default:
             raise Untranslatable(
-                "Tensor.item(), bool(), int() or float() of a tensor", user_line(), READS_VALUE
+                "Tensor.item(), bool(), int() or float() of a tensor", self._line(), READS_VALUE
             )
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            raise Untranslatable(str(func), user_line(), IS_RANDOM)
+            raise Untranslatable(str(func), self._line(), IS_RANDOM)
         if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and _has_dynamic_shape(func, args):
+<<<<<<< HEAD
             raise Untranslatable(str(func), user_line(), HAS_DATA_DEPENDENT_SHAPE)
         if self._writes_capture(func, args, kwargs):
             raise _write(str(func), user_line())
         edited = written_tensors(func, args, kwargs)
         if any(view is tensor for view in self._views for tensor in edited):
             raise Untranslatable(str(func), user_line(), "an edit in place of a view, or of what has one")
+=======
+            raise Untranslatable(str(func), self._line(), HAS_DATA_DEPENDENT_SHAPE)
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable and args:
+            target = args[0]
+            if not isinstance(target, FakeTensor) or any(t is target for t in self._views):
+                raise Untranslatable(
+                    str(func), self._line(), "an edit in place of a captured tensor or a view"
+                )
+>>>>>>> arguments
 
 
 class _ValueChecks(TorchFunctionMode):
