@@ -129,6 +129,11 @@ def assert_sorted(intervals: Tensor) -> None:
     assert bool(((hi[:, :, :-1] < lo[:, :, 1:]) | (lo[:, :, 1:] == KEYS)).all())
 
 
+def test_a_comparison_may_read_no_query() -> None:
+    mask = tritoncp.create_block_mask(lambda b, h, q, kv: torch.where(q > 5, q, kv) == kv, 1, 1, ROWS, KEYS)
+    assert mask.row_intervals()[0, 0, :, [0, 5, 6]].T.tolist() == [[0, KEYS], [0, KEYS], [6, 7]]
+
+
 @pytest.mark.parametrize("name", everyday_masks(2048))
 def test_everyday_masks_are_found_as_intervals(name: str) -> None:
     """With torch's blocks, which masks without a list have too."""

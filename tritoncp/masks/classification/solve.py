@@ -176,7 +176,7 @@ class Vectors:
         as_they_are = len(terms) == 2 and len(types) == 1
         if least < WIDEST[0] or most > WIDEST[1] or ((least < low or most > high) and not as_they_are):
             return None
-        return self._add(query), self._add(key)
+        return self._add(query).expand(-1, self.lengths[0]), self._add(key)
 
     @staticmethod
     def _add(terms: list[tuple[int, Tensor]]) -> Tensor:
