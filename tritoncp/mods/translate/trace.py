@@ -195,13 +195,8 @@ class _Recorder(FakeRecorder):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         new = list(itertools.takewhile(lambda node: node is not last, reversed(self.graph.nodes)))
         for node in new:
-<<<<<<< HEAD
-            node.stack_trace = node.stack_trace or user_line()
-        if is_view(func):
-=======
             node.stack_trace = node.stack_trace or self._line()
-        if _is_view(func):
->>>>>>> arguments
+        if is_view(func):
             self._views += [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
         # Under no_grad an in-place operation keeps the gradient of the edited tensor: torch.cosine_similarity
         # clamps its norms so.
@@ -228,17 +223,13 @@ class _Recorder(FakeRecorder):
             self.tensors.append(tensor)
         return self._nodes[id(tensor)]
 
-<<<<<<< HEAD
+    def _line(self) -> str:
+        return user_line(self.fn, self.callers)
+
     def _is_capture(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and re.fullmatch(r"t\d+", node.name) is not None
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
-=======
-    def _line(self) -> str:
-        return user_line(self.fn, self.callers)
-
-    def _refuse(self, func: Any, args: Any) -> None:
->>>>>>> arguments
         if func is aten._local_scalar_dense.default:
             raise Untranslatable(
                 "Tensor.item(), bool(), int() or float() of a tensor", self._line(), READS_VALUE
@@ -246,22 +237,12 @@ class _Recorder(FakeRecorder):
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             raise Untranslatable(str(func), self._line(), IS_RANDOM)
         if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and _has_dynamic_shape(func, args):
-<<<<<<< HEAD
-            raise Untranslatable(str(func), user_line(), HAS_DATA_DEPENDENT_SHAPE)
+            raise Untranslatable(str(func), self._line(), HAS_DATA_DEPENDENT_SHAPE)
         if self._writes_capture(func, args, kwargs):
-            raise _write(str(func), user_line())
+            raise _write(str(func), self._line())
         edited = written_tensors(func, args, kwargs)
         if any(view is tensor for view in self._views for tensor in edited):
-            raise Untranslatable(str(func), user_line(), "an edit in place of a view, or of what has one")
-=======
-            raise Untranslatable(str(func), self._line(), HAS_DATA_DEPENDENT_SHAPE)
-        if getattr(func, "_schema", None) is not None and func._schema.is_mutable and args:
-            target = args[0]
-            if not isinstance(target, FakeTensor) or any(t is target for t in self._views):
-                raise Untranslatable(
-                    str(func), self._line(), "an edit in place of a captured tensor or a view"
-                )
->>>>>>> arguments
+            raise Untranslatable(str(func), self._line(), "an edit in place of a view, or of what has one")
 
 
 class _ValueChecks(TorchFunctionMode):
