@@ -117,6 +117,7 @@ def launch(train: Callable[[dist.ProcessGroup, str], Result]) -> None:
     dist.init_process_group()
     losses, _ = train(dist.group.WORLD, device)
     print(f"rank {dist.get_rank()}: losses {losses}\n", end="")  # one write: lines of ranks stay whole
+    dist.barrier()
     dist.destroy_process_group()
 
 

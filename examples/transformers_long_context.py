@@ -74,4 +74,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(dist.get_node_local_rank())
     losses = train(dist.group.WORLD, device="cuda" if on_gpu else "cpu")
     print(f"rank {dist.get_rank()}: losses {losses}\n", end="")  # one write: lines of ranks stay whole
+    dist.barrier()
     dist.destroy_process_group()

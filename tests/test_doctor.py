@@ -104,7 +104,7 @@ def test_doctor_reports_a_path_without_a_ptxas(monkeypatch, tmp_path):
     [
         ({"torch": "2.10.1", "triton": "3.6.0", "numpy": "2"}, "torch 2.10.1 is too old: 2.11 or newer"),
         ({"torch": "2.11.0", "triton": "3.5.1", "numpy": "2"}, "triton 3.5.1 is too old: 3.6 or newer"),
-        ({"torch": "2.11.0", "triton": "3.10.0", "numpy": None}, "TRITON_INTERPRET=1 needs NumPy"),
+        ({"torch": "2.11.0", "triton": "3.10.0", "numpy": None}, "interpreted kernels need NumPy"),
         ({"torch": "2.11.0", "triton": "3.6.0", "numpy": "2.4.0"}, "triton 3.6.0 cannot be interpreted with"),
     ],
 )

@@ -167,7 +167,7 @@ def problems(versions: dict[str, str | None], interpreted: bool) -> list[str]:
     if interpreted and torch.cuda.is_available():
         lines.append("TRITON_INTERPRET=1 is set on a machine with a GPU: nothing will run on it; unset it")
     if interpreted and versions["numpy"] is None:
-        lines.append("TRITON_INTERPRET=1 needs NumPy: pip install numpy")
+        lines.append("interpreted kernels need NumPy: pip install numpy")
     triton, numpy = (minor_of(versions[name] or "0") for name in ("triton", "numpy"))
     if interpreted and minor_of(OLDEST["triton"]) <= triton < (3, 7) and numpy >= (2, 4):
         lines.append(

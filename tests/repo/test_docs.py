@@ -1,6 +1,7 @@
 """README.md and pages of docs/: programs and Python blocks run as printed, with the answers of the oracle;
 commands and links exist; pictures are those of the blocks above them."""
 
+import ast
 import importlib.util
 import logging
 import os
@@ -111,7 +112,7 @@ OTHERS = [name for name in PROGRAMS if name not in ("own_loop", "train", "skip_b
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "compiled")) for name in OTHERS]
 )
-@pytest.mark.filterwarnings("error:.*places blocks")
+@pytest.mark.filterwarnings("error:.*places blocks", "error:block_mask without a plan")
 def test_a_program_of_a_page_runs_as_printed(name: str, tmp_path: Path) -> None:
     assert CHECKS.keys() <= PROGRAMS.keys()
     torch._dynamo.reset()
@@ -124,6 +125,41 @@ def test_a_program_of_a_page_runs_as_printed(name: str, tmp_path: Path) -> None:
 
     with inductor_config.patch(compile_threads=1):  # a fork has no threads of its parent's pool
         run_program(name, tmp_path / "program.py", compare)
+
+
+def bodies_with_a_group(code: str) -> Iterator[list[str]]:
+    """Yield the statements of each body (of a module, function, ...) that makes or destroys the default
+    process group itself."""
+    for node in ast.walk(ast.parse(code)):
+        body = getattr(node, "body", None)
+        lines = [ast.unparse(statement) for statement in body] if isinstance(body, list) else []
+        calls = "(init|destroy)_process_group" + "|init_device_mesh" * isinstance(node, ast.Module)
+        if any(re.match(rf"(\w+ = )?[\w.]*({calls})\(", line) for line in lines):
+            yield lines
+
+
+def test_every_program_with_a_process_group_leaves_it_together() -> None:
+    """A program that ends without these lines fails at random: docs/troubleshooting.md says why."""
+    codes = {page: [block.code for block in gallery.read_blocks((DOCS / page).read_text())] for page in PAGES}
+    codes |= {path.name: [path.read_text()] for path in (ROOT / "examples").glob("*.py")}
+    ends = [
+        (place, [line.rpartition("distributed.")[2].removeprefix("dist.") for line in lines[-2:]])
+        for place, texts in codes.items()
+        for text in texts
+        for lines in bodies_with_a_group(text)
+    ]
+    assert [end for end in ends if end[1] != ["barrier()", "destroy_process_group()"]] == []
+    programs = [text for texts in codes.values() for text in texts if re.match(r"# torchrun .* [2-9] ", text)]
+    assert len(ends) >= len(programs) > 10
+
+
+def test_programs_of_one_name_are_one_program() -> None:
+    codes: dict[str, set[str]] = {}
+    for blocks in BLOCKS.values():
+        for code in blocks:
+            if program := PROGRAM.match(code):
+                codes.setdefault(program[2], set()).add(code)
+    assert {name for name, texts in codes.items() if len(texts) > 1} == set()
 
 
 def training(variables: dict[str, Any], output: str) -> tuple[list[float], list[Tensor], str]:
