@@ -24,9 +24,9 @@ def expected_of(name: str, batch: dict[str, Any]) -> Any:
     """Return loss and gradients of one process: by transformers' eager attention, for packed documents that
     transformers does not separate, by this one."""
     model = models.build_model(name, "eager")
-    if name in ("GptOss", "OPT") and "position_ids" in batch:
+    if name in ("GptOss", "OPT", "Qwen3Next") and "position_ids" in batch:
         model = models.build_model(name)
-        batch = shard_batch(batch, model.config)
+        batch = shard_batch(batch, model)
     return models.loss_and_gradients(model, batch)
 
 

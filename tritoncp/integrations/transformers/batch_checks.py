@@ -94,8 +94,11 @@ def check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTraine
 def check_names(batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None) -> None:
     """Raise ValueError for a name in the batch that is almost one with a meaning: it would have none."""
     given = {name for name, x in batch.items() if x is not None}
+    names = [
+        name for name in (*NAMES, *CONSUMED) if not name.startswith("max_length")
+    ]  # read by kernels only
     for name in sorted(given.difference(CONSUMED, NAMES)):
-        meant = difflib.get_close_matches(name, (*NAMES, *CONSUMED), 1, cutoff=0.78)
+        meant = difflib.get_close_matches(name, names, 1, cutoff=0.78)
         if meant and name not in names_of_arguments(config, model):
             raise ValueError(
                 f"the batch has {name!r}, which neither shard_batch nor the model reads: name it "

@@ -39,7 +39,7 @@ def watch_calls(attention: str) -> None:
     """Have the calls of all transformers models checked where there are several ranks; compiled ones only
     where they have a plan or this attention, since a check breaks the graph."""
     _NAMES.add(attention)
-    PreTrainedModel.__call__ = _checked_call  # type: ignore[method-assign]
+    PreTrainedModel.__call__ = _checked_call
 
 
 def note_shard(tokens: Tensor) -> None:
