@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +27,7 @@ from tests.planning.memory_meter import drive, sent_bytes
 from tests.planning.test_placement import placements, random_mask
 from tritoncp import causal, create_block_mask, flex_attention, sliding_window
 from tritoncp.chunking.eager import Eager
+from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import Ticket
 from tritoncp.masks.mask import full_mask

@@ -6,18 +6,21 @@ the interval of keys that each query row sees, where there is one.
 
 from __future__ import annotations
 
+import copy
 import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.pytrees import as_tree
+from tritoncp.core.records import record
 from tritoncp.core.tracing import reads_batch_or_head
 from tritoncp.core.user_code import check_result
+from tritoncp.mods.places import check_pickles
 
 MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Intervals = tuple[Tensor, Tensor]  # (lo, hi), see MaskMod.intervals
@@ -68,6 +71,22 @@ class MaskMod(ABC):
         """Whether the result can depend on b, and whether it can depend on h."""
         return self.batch > 1, False
 
+    def __copy__(self) -> Self:
+        own = object.__new__(type(self))
+        vars(own).update(vars(self))
+        return own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        own = copy.copy(self)
+        vars(own).update(copy.deepcopy(vars(self), memo))
+        return own
+
+    def __getstate__(self) -> dict[str, Any]:
+        for value in vars(self).values():
+            for part in value if isinstance(value, tuple) else (value,):
+                check_pickles(part)
+        return vars(self)
+
     def __and__(self, other: MaskFn) -> MaskMod:
         return and_masks(self, other)
 
@@ -84,7 +103,7 @@ class MaskMod(ABC):
         return not_(self)
 
 
-@dataclass(frozen=True, repr=False)
+@record(eq=True, repr=False)
 class _Combination(MaskMod):
     """Base class of And, Or and Not: a mask_mod computed from other mask_mods."""
 
@@ -139,6 +158,7 @@ class _Join(_Combination):
         return joined
 
 
+@as_tree
 class And(_Join):
     """Intersection: a pair is visible if every part shows it."""
 
@@ -157,6 +177,7 @@ class And(_Join):
         return _intersect_bounds(left), _intersect_bounds(right)
 
 
+@as_tree
 class Or(_Join):
     """Union: a pair is visible if any part shows it."""
 
@@ -174,6 +195,7 @@ class Or(_Join):
         return lo, hi
 
 
+@as_tree
 class Not(_Combination):
     """Complement: a pair is visible if the part hides it."""
 

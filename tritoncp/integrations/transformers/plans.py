@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import masking_utils
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.core.bounded_cache import TensorCache
+from tritoncp.core.records import record, replace
 from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.positions import SHARDS
@@ -39,7 +40,7 @@ def create_layer_mask(batch: ModelMask, layer: ModelMask, block: int | tuple[int
     return create_block_mask(mod, rows, None, length, length, BLOCK_SIZE=block)
 
 
-@dataclass(frozen=True, eq=False)
+@record()
 class ContextParallelPlan:
     """The plans of one batch and their mesh: a keyword argument of the model, which passes it to every
     attention layer.
