@@ -145,7 +145,9 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
     mesh: Any = group
     if len(mesh_shape) == 2:
         mesh = dist.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "ulysses"))
-    plans = [p and replace(p, schedule="ulysses") for p in plans_of_ranks(size)]  # for which a mesh may have two
+    plans = [
+        p and replace(p, schedule="ulysses") for p in plans_of_ranks(size)
+    ]  # for which a mesh may have two
     views = [None if p is None else p.pinned().for_rank(rank) for p in plans]
     counter, results = CompileCounterWithBackend("aot_eager"), []
 
@@ -244,7 +246,9 @@ def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
 
     for equal, uneven, graph, again in ranks.run(3, work):
         assert all(equal) and again == list(range(8))
-        assert re.match(r"ValueError: x: the shards of all ranks have \[2, 3, 2\] rows;.* here \[3, 2, 2\]", uneven)
+        assert re.match(
+            r"ValueError: x: the shards of all ranks have \[2, 3, 2\] rows;.* here \[3, 2, 2\]", uneven
+        )
         assert "a graph cannot exchange: pass the plan" in graph, graph
 
 

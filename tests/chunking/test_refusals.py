@@ -350,7 +350,7 @@ def test_chunks_of_a_sequence_share_their_keys_unless_they_repeat_the_exchange(m
 def test_the_first_plan_of_a_process_is_known_from_its_handle(monkeypatch):
     plan, module, graph = make_plan(full_mask(8, 8)), torch.nn.Module(), Graph()
     monkeypatch.setattr(handles, "_NUMBERS", WeakKeyDictionary())
-    monkeypatch.setattr(handles, "_FREE", iter([0]))
+    monkeypatch.setattr(handles, "new_number", lambda: 0)
     module.handle, node = handles.handle_of(plan), graph.get_attr("handle")
     owner = GraphModule(module, graph)
     assert owner.handle == 0 and attention.known_plan(node) is plan

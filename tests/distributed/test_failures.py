@@ -179,7 +179,9 @@ def calls_with_a_mistake(plan: tritoncp.Plan, mesh: Any) -> tuple[dict[str, Any]
         inner: Any = tritoncp.ContextParallel()._apply(Inner(), mesh)
         return {
             "flex_attention": lambda: tritoncp.flex_attention(few, few, few, plan, mesh=mesh),
-            "flex_attention by keyword": lambda: tritoncp.flex_attention(few, few, few, mesh=mesh, is_causal=1),
+            "flex_attention by keyword": lambda: tritoncp.flex_attention(
+                few, few, few, mesh=mesh, is_causal=1
+            ),
             "make_plan": lambda: tritoncp.make_plan(plan.mask, mesh, schedule="no", **place),
             "unshard": lambda: tritoncp.unshard(x[:, :, :3], plan, mesh, dim=2),
             "reshard": lambda: tritoncp.reshard(x[:, :, :3], plan, None, mesh, dim=2),

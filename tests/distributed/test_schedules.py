@@ -1,6 +1,5 @@
 """Schedules: their messages and memory, the memory order of their results, and head groups of any size."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 import tritoncp
 from tests.kernels.support.harness import F32, F64, agree, cotangents, oracle, over_ranks, qkv
 from tests.multiprocess.ranks import run as on_ranks
+from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Ticket
 from tritoncp.distributed.schedules import SCHEDULES, buffers

@@ -1,11 +1,10 @@
 """Tiles by tensor descriptor (TMA): the same bits as by pointer, and pointers wherever they cannot go."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.kernels.support.harness import MASKS, QKV, check, cotangents, engine_of, qkv, run, same, single
+from tritoncp.core.records import replace
 from tritoncp.kernels import engine
 from tritoncp.kernels.operands import streamed_tensors
 from tritoncp.kernels.tiles import copyable, descriptors

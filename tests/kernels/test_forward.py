@@ -1,7 +1,6 @@
 """Forward kernels: masks by every route, score_mods, scales, statistics."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tests.kernels.support.harness import F64, agree, check, close, cotangents, qkv, run, same
+from tritoncp.core.records import replace
 from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.closed_forms import causal, sliding_window
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask

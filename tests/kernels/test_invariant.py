@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,6 +15,7 @@ import tritoncp
 from tests.masks.packed_documents import Answer
 from tests.multiprocess import ranks
 from tritoncp import causal, create_block_mask, document, flex_attention, sliding_window
+from tritoncp.core.records import replace
 from tritoncp.masks.mask import Mask, full_mask
 from tritoncp.reference.dense import dense_attention
 

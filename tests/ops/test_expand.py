@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +27,7 @@ from tests.planning.memory_meter import drive, sent_bytes
 from tests.planning.test_placement import placements, random_mask
 from tritoncp import causal, create_block_mask, flex_attention, sliding_window
 from tritoncp.chunking.eager import Eager
+from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import Ticket
 from tritoncp.masks.mask import full_mask
@@ -192,7 +192,9 @@ def test_a_function_that_cuts_rows_is_refused(rows: int, compiled: bool) -> None
         return flex_attention(q, latent, None, causal(), enable_gqa=True, expand=(cut, weight, scale, 2))
 
     fast = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
-    with pytest.raises(ValueError, match=rf"key \(2, 2, {rows}, 5\) for a latent \(2, 1, 24, 8\).*each row by itself"):
+    with pytest.raises(
+        ValueError, match=rf"key \(2, 2, {rows}, 5\) for a latent \(2, 1, 24, 8\).*each row by itself"
+    ):
         fast(*x[:4])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import tritoncp
 from tests.kernels.support.harness import agree, cotangents, oracle, over_ranks, qkv
 from tritoncp import mods
 from tritoncp.api.plans import make_plan
+from tritoncp.core.records import replace
 from tritoncp.ops import call_mods
 from tritoncp.ops.call_mods import translate_mask
 from tritoncp.ops.mask_bitmap import tabulate

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tritoncp import and_masks, causal, create_block_mask, document, flex_attention, make_plan, sliding_window
+from tritoncp.core.records import replace
 from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.ops import engine_factory
 from tritoncp.planning.parts import chunk_range, rows_of_placement

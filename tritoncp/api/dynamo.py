@@ -5,6 +5,7 @@ structure of mods and masks; tensors, numbers and the handles of plans and masks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.call import encode_spec
 from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.graph.inputs import flatten_callable, is_symbol, rebuild
+from tritoncp.ops.graph.layouts import Uncapturable
 
 
 def attend_in_graph(
@@ -145,11 +147,20 @@ def _view(handle: Tensor, first: int, heads: int, causal: int) -> Tensor:
 view_op = register_op("view", _view, _fake_handle)
 
 
+def depends_on_inputs(mask_mod: Callable[..., Tensor], sizes: Sequence[Any]) -> bool:
+    """Return whether a mask depends on inputs of the graph that is traced, by its sizes or captures."""
+    tensors: list[Tensor] = []
+    ints: list[int] = []
+    with suppress(Uncapturable):
+        flatten_callable(mask_mod, tensors, ints)
+    return any(map(dispatch.is_traced_value, (*sizes, *tensors, *ints)))
+
+
 def trace_block_mask(
     mask_mod: Callable[..., Tensor], sizes: Sequence[int | None], device: Any, block: int | tuple[int, int]
 ) -> TracedMask:
-    """Make a mask in a graph that Dynamo traces, see :func:`tritoncp.create_block_mask`. sizes: B, H, Q_LEN
-    and KV_LEN
+    """Make a mask in a graph that is traced, see :func:`tritoncp.create_block_mask`. sizes: B, H, Q_LEN and
+    KV_LEN
 
     Raises Uncapturable for a mask_mod that cannot be part of a graph.
     """
@@ -158,7 +169,8 @@ def trace_block_mask(
     structure = flatten_callable(mask_mod, tensors, ints)
     blocks = [block, block] if isinstance(block, int) else [*block]
     numbers = [*(1 if size is None else size for size in sizes), *blocks]
-    return TracedMask(block_mask_op(tensors, ints, numbers, structure, "" if device is None else str(device)))
+    where = "" if device is None else str(device)
+    return TracedMask(dispatch.run_on_values(block_mask_op, tensors, ints, numbers, structure, where))
 
 
 def _block_mask(

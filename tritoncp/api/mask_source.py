@@ -4,21 +4,20 @@ device-to-host copy."""
 from __future__ import annotations
 
 import hashlib
-import types
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tritoncp.api import validate
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import is_remote, to_host
+from tritoncp.core.records import replace
 from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import index_lists
 from tritoncp.masks.block_runs import content
@@ -27,6 +26,7 @@ from tritoncp.masks.from_torch import from_block_mask, has_no_lengths
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods.captures import TensorReplacement
+from tritoncp.mods.places import stable
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.planning.plan import Plan
 
@@ -137,7 +137,7 @@ class Sources:
         """Digest the contents of tensors, code and plain values: equal on every rank that has the same
         mask."""
         key = self.state.key
-        hasher = hashlib.sha256(repr(_stable(key)).encode() if key else describe(self.mod).encode())
+        hasher = hashlib.sha256(repr(stable(key)).encode() if key else describe(self.mod).encode())
         for tensor in self.on_host(self.state.tensors):
             hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             hasher.update(content(tensor))
@@ -174,19 +174,3 @@ def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:
     if isinstance(mask, Mask):
         return mask.runs.stored, ("Mask", mask.q_len, mask.kv_len, mask.q_block, mask.kv_block)
     return (), type(mask).__name__
-
-
-def _stable(key: Any) -> Any:
-    """Return a fingerprint's key without addresses and device indices, which differ between processes."""
-    if isinstance(key, types.CodeType):
-        return key.co_name, key.co_code.hex(), key.co_names, _stable(key.co_consts)
-    if isinstance(key, torch.device):
-        return key.type
-    if callable(key) or isinstance(key, types.ModuleType):
-        name = getattr(key, "__qualname__", getattr(key, "__name__", type(key).__qualname__))
-        return getattr(key, "__module__", ""), name
-    if isinstance(key, frozenset):
-        return sorted(map(repr, map(_stable, key)))
-    if isinstance(key, tuple):
-        return tuple(map(_stable, key))
-    return repr(key)

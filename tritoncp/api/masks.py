@@ -32,20 +32,26 @@ def create_block_mask(
     undecided are evaluated, a few million pairs at a time. The result is on the CPU and can be passed as
     block_mask; ``.to_block_mask()`` converts it to torch's.
 
-    Inside torch.compile the mask is made when the graph runs, from the tensors and lengths of that run; the
-    result is a handle for flex_attention. There mask_mod has to be defined outside of the compiled function,
-    or capture no tensors; any other breaks the graph, and is an error under ``fullgraph=True``.
+    Inside torch.compile, and in other traces if it depends on inputs of the graph, the mask is made when the
+    graph runs, from the tensors and lengths of that run; the result is a handle for flex_attention. There
+    mask_mod has to be defined outside of the compiled function, or capture no tensors; any other breaks the
+    graph, and is an error under ``fullgraph=True``.
 
     >>> mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 4096), None, None, 2**20, 2**20)
     >>> print(f"{mask.sparsity():.1f} % of {mask.runs.shape[2]} x {mask.runs.shape[3]} blocks are empty")
     99.6 % of 8192 x 8192 blocks are empty
     """
-    if torch.compiler.is_dynamo_compiling():
+    inside = torch.compiler.is_dynamo_compiling()
+    if inside or torch._C._len_torch_dispatch_stack():
         from tritoncp.api import dynamo  # late: it imports every layer, and masks need few
 
+        if not inside and not dynamo.depends_on_inputs(mask_mod, (B, H, Q_LEN, KV_LEN)):
+            return mask.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
         try:
             return dynamo.trace_block_mask(mask_mod, (B, H, Q_LEN, KV_LEN), device, BLOCK_SIZE)  # type: ignore
         except TypeError as error:  # the mask_mod cannot be part of the graph
+            if not inside:
+                raise
             reason = error.args[0]
         torch._dynamo.graph_break(msg=reason)
     return mask.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)

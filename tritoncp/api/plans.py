@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from numbers import Integral
 from typing import Any, overload
 
@@ -16,6 +15,7 @@ from tritoncp.api.mask_source import Sources
 from tritoncp.api.validate import check_mesh, check_plannable
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.records import replace
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.masks.mask import Mask

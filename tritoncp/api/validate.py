@@ -240,7 +240,7 @@ def check_mesh(mesh: Any, *plans: Any, schedule: str = "") -> None:
     if mesh is None or not groups.degree_of(mesh):
         return
     names = [schedule, *[plan.schedule for plan in plans if isinstance(plan, Plan)]]
-    if not any([name.startswith("ulysses") for name in names]):
+    if not any(name.startswith("ulysses") for name in names):
         raise ValueError(
             f"mesh has two dimensions, {mesh.mesh_dim_names}, and all its {mesh.size()} ranks would share one "
             "sequence: pass mesh['cp'], the dimension of context parallelism, by its name. For a second "

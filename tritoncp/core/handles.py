@@ -12,7 +12,6 @@ import itertools
 import os
 import secrets
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,8 +21,10 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.host_copy import normal_tensors
 
-_SPAN = 1 << 40  # numbers that a process may use
+_SPAN = 1 << 62  # numbers of all processes
+_STEP = 0x1E3779B97F4A7C15  # odd, so that no number comes twice; large: a sum with a handle names no object
 _STARTS: list[int] = []  # of this process, after those of the processes that it was forked from
+_MOST = 1 << 40  # objects of a process
 _NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # Objects by number, as long as something keeps them: those known by `stand_for`, and those of `handle_of`.
 _KNOWN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -41,20 +42,24 @@ class _Box:
         self.thing = thing
 
 
-def _count() -> Iterator[int]:
-    """Return the numbers of this process; called again after a fork."""
-    _STARTS.append(secrets.randbits(62))
-    return itertools.count(_STARTS[-1])
+def _start() -> None:
+    _STARTS.append(secrets.randbelow(_SPAN))
 
 
-def _count_anew() -> None:
-    global _FREE
-    _FREE = _count()
-
-
-_FREE = _count()
+_COUNT = itertools.count()
+_start()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_anew)
+    os.register_at_fork(after_in_child=_start)
+
+
+def new_number() -> int:
+    """Return a number that no other object has, in this process or in any other."""
+    return (_STARTS[-1] + next(_COUNT) * _STEP) % _SPAN
+
+
+def is_own(number: int) -> bool:
+    """Return whether a number is of this process, or of one that it was forked from."""
+    return any((number - start) * pow(_STEP, -1, _SPAN) % _SPAN < _MOST for start in _STARTS)
 
 
 def handle_of(thing: Any) -> Tensor:
@@ -68,7 +73,7 @@ def handle_of(thing: Any) -> Tensor:
     thing = _Box(thing) if isinstance(thing, tuple) else thing
     number = _NUMBERS.get(thing)
     if number is None:
-        number = _NUMBERS[thing] = next(_FREE)
+        number = _NUMBERS[thing] = new_number()
     _NAMED.setdefault(number, thing)
     with normal_tensors():  # autograd may save the handle
         handle = torch.tensor(number, device="cpu")
@@ -100,7 +105,7 @@ def object_of(handle: Tensor) -> Any:
 
 
 def _describe_unknown(number: int) -> str:
-    if any(start <= number < start + _SPAN for start in _STARTS):
+    if is_own(number):
         return (
             "the mask or plan of a traced or compiled program was freed: keep it as long as the program may "
             f"run (under saved-tensor hooks the last {_KEPT.size} are kept)"

@@ -8,7 +8,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from tritoncp.core.records import fields_of
+
 DIMENSIONS = ("batch rows", "heads", "rows of blocks", "keys")
+
+
+TRACED = (
+    "{name} of a {kind} that a traced program gets is only known when the program runs: read it before the "
+    "call, and pass it as an argument"
+)
 
 
 class BlockMaskInterface:
@@ -48,6 +56,18 @@ class BlockMaskInterface:
     def numel(self) -> int:
         """Return B * H * Q_LEN * KV_LEN, the number of pairs, whether visible or not."""
         return math.prod(self.shape)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError for what an object does not have, or has when the traced program runs."""
+        if name in fields_of(self):
+            raise AttributeError(TRACED.format(kind=type(self).__name__, name=name))
+        raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}")
+
+    def __copy__(self) -> Self:
+        return self  # immutable, as are tuples
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # functions are not copied either, nor what they capture
 
     def contiguous(self) -> Self:
         """Return the object itself: its tensors are contiguous."""

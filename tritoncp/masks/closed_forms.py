@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from torch import Tensor
 
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.host_copy import host
+from tritoncp.core.pytrees import as_tree
+from tritoncp.core.records import record
 from tritoncp.masks.mask_mod import (
     UNBOUNDED,
     And,
@@ -33,7 +34,8 @@ from tritoncp.masks.mask_mod import (
 from tritoncp.masks.prefix_tree import Tree
 
 
-@dataclass(frozen=True, repr=False)
+@as_tree
+@record(eq=True, repr=False)
 class SlidingWindow(MaskMod):
     """Sliding window: -right <= q - kv <= left, inclusive on both sides; -1 = unbounded."""
 
@@ -72,7 +74,8 @@ class SlidingWindow(MaskMod):
         return f"sliding_window({self.left}, {self.right})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@as_tree
+@record(repr=False)
 class Document(MaskMod):
     """Document mask: a query sees the keys with its own document id, before and after it."""
 
@@ -138,7 +141,8 @@ def document_of(lengths: Sequence[Any] | Tensor) -> Document:
 _DOCUMENTS = TensorCache(8)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@as_tree
+@record(repr=False)
 class PrefixLM(MaskMod):
     """Prefix LM mask: causal, and all queries see the prefix."""
 
@@ -164,7 +168,8 @@ class PrefixLM(MaskMod):
         return f"prefix_lm({prefix})"
 
 
-@dataclass(frozen=True, repr=False)
+@as_tree
+@record(eq=True, repr=False)
 class Selection(MaskMod):
     """The mask_mod of a part of a mask: q_idx counts from query ``start``, b and h count the selected batch
     rows and heads.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeGuard
 
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.records import replace
 from tritoncp.masks.block_lists import bound_ragged_blocks, kinds_from_lists
 from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.masks.mask import Mask, expand_intervals

@@ -7,7 +7,7 @@ full block unmasked, even where the mask_mod disagrees.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from tritoncp import mods
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.pytrees import register_handled
+from tritoncp.core.records import fields_of, record, replace
 from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import bound_ragged_blocks, lists_from_blocks
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
@@ -29,12 +31,13 @@ from tritoncp.masks.mask_mod import MAX_TOKENS, Intervals, MaskFn, MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.transposed_runs import transpose
 from tritoncp.mods.fingerprint import ModState
+from tritoncp.mods.places import check_pickles
 from tritoncp.mods.snapshot import Snapshot, captured_state
 
 Device = str | torch.device
 
 
-@dataclass(frozen=True, eq=False)
+@record()
 class Mask(BlockMaskInterface):
     """A block-sparse mask of any size in little memory; every tensor on the CPU.
 
@@ -63,7 +66,7 @@ class Mask(BlockMaskInterface):
     tokens: tuple[Tensor, Tensor] | None = None
     # bool [q_len], [kv_len]: which queries and keys are tokens, the others padding; None: all are tokens
     snapshot: Snapshot | None = field(init=False)  # the mask_mod's state when the mask was made
-    handle: Tensor = field(init=False, repr=False)  # stands for this mask in a compiled graph
+    handle: Tensor | None = field(default=None, init=False, repr=False)  # stands for this mask in a graph
 
     def __post_init__(self) -> None:
         check_lengths(self.q_len, self.kv_len)
@@ -73,12 +76,31 @@ class Mask(BlockMaskInterface):
                 f"a mask of {self.q_len} x {self.kv_len} in blocks of {self.q_block} x {self.kv_block} has "
                 f"{need[0]} x {need[1]} blocks, its runs have {self.runs.shape[2]} x {self.runs.shape[3]}"
             )
+        self._add_state()
+
+    def _add_state(self) -> None:
+        """Set the snapshot and the handle."""
         snapshot = None if self.mask_mod is None else Snapshot(self.mask_mod, is_closed_form(self.mask_mod))
         object.__setattr__(self, "snapshot", snapshot)
-        copy = object.__new__(type(self))  # a handle that refers to self would be a reference cycle
-        vars(copy).update(vars(self))
-        object.__setattr__(self, "handle", handle_of(copy))
+        self._add_handle()
+
+    def _add_handle(self) -> None:
+        """Set the handle: of a copy, since a handle that refers to self would be a reference cycle."""
+        object.__setattr__(self, "handle", handle_of(self._without_handle()))
         stand_for(self, self.handle)
+
+    def _without_handle(self) -> Mask:
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self) | {"handle": None})
+        return copy
+
+    def pinned(self) -> Mask:
+        """Return the mask with a handle, by which ops find it while the handle exists."""
+        if self.handle is not None:
+            return self
+        pinned = self._without_handle()
+        pinned._add_handle()
+        return pinned
 
     def check_state(self, state: ModState | None = None, user: str = "mask") -> None:
         """Raise RuntimeError if state that the mask_mod reads has changed since the mask was made.
@@ -93,9 +115,15 @@ class Mask(BlockMaskInterface):
                 f"computed from the old state of {describe(self.mask_mod)}"
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         self.check_state()
-        return type(self), tuple(getattr(self, item.name) for item in fields(self) if item.init)
+        check_pickles(self.mask_mod)
+        return {name: getattr(self, name) for name in fields_of(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if isinstance(self.runs.stored[0], Tensor):  # torch omits tensors of objects that guards name
+            self._add_state()
 
     @property
     def B(self) -> int:
@@ -326,6 +354,9 @@ class Mask(BlockMaskInterface):
         return f"{self!r}\n{self.draw()}{more}"
 
 
+register_handled(Mask)
+
+
 def capture_device(mask_mod: MaskFn) -> torch.device:
     """Return the accelerator of the tensors that a mask_mod captures; the CPU if there are none."""
     tensors = captured_state(mask_mod).tensors if torch.accelerator.is_available() else ()
@@ -333,7 +364,12 @@ def capture_device(mask_mod: MaskFn) -> torch.device:
 
 
 def check_lengths(q_len: int, kv_len: int) -> None:
-    """Raise ValueError for more tokens than kernels count."""
+    """Raise ValueError for more tokens than kernels count, TypeError for lengths of a trace."""
+    if isinstance(q_len, torch.SymInt) or isinstance(kv_len, torch.SymInt):
+        raise TypeError(
+            f"a mask of {q_len} x {kv_len}, which are only known when the traced program runs: call "
+            "create_block_mask there, or pass block_mask=None, which hides nothing"
+        )
     if max(q_len, kv_len) > MAX_TOKENS:
         raise ValueError(
             f"a mask of {q_len} x {kv_len}; kernels count up to {MAX_TOKENS} tokens: cut the sequence"

@@ -6,18 +6,21 @@ the interval of keys that each query row sees, where there is one.
 
 from __future__ import annotations
 
+import copy
 import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.pytrees import as_tree
+from tritoncp.core.records import fields_of, record
 from tritoncp.core.tracing import reads_batch_or_head
 from tritoncp.core.user_code import call_mod, check_result
+from tritoncp.mods.places import check_pickles
 
 MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Intervals = tuple[Tensor, Tensor]  # (lo, hi), see MaskMod.intervals
@@ -71,7 +74,23 @@ class MaskMod(ABC):
     def as_call(self) -> tuple[Callable[..., MaskMod], tuple[Any, ...]]:
         """Return a function and its arguments that make this mask_mod, by which a graph makes it when it
         runs: the class and its fields."""
-        return type(self), tuple([getattr(self, field.name) for field in fields(self)])  # type: ignore
+        return type(self), tuple([getattr(self, name) for name in fields_of(self)])  # type: ignore
+
+    def __copy__(self) -> Self:
+        own = object.__new__(type(self))
+        vars(own).update(vars(self))
+        return own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        own = copy.copy(self)
+        vars(own).update(copy.deepcopy(vars(self), memo))
+        return own
+
+    def __getstate__(self) -> dict[str, Any]:
+        for value in vars(self).values():
+            for part in value if isinstance(value, tuple) else (value,):
+                check_pickles(part)
+        return vars(self)
 
     def __and__(self, other: MaskFn) -> MaskMod:
         return and_masks(self, other)
@@ -89,7 +108,7 @@ class MaskMod(ABC):
         return not_(self)
 
 
-@dataclass(frozen=True, repr=False)
+@record(eq=True, repr=False)
 class _Combination(MaskMod):
     """Base class of And, Or and Not: a mask_mod computed from other mask_mods."""
 
@@ -144,6 +163,7 @@ class _Join(_Combination):
         return joined
 
 
+@as_tree
 class And(_Join):
     """Intersection: a pair is visible if every part shows it."""
 
@@ -162,6 +182,7 @@ class And(_Join):
         return _intersect_bounds(left), _intersect_bounds(right)
 
 
+@as_tree
 class Or(_Join):
     """Union: a pair is visible if any part shows it."""
 
@@ -179,6 +200,7 @@ class Or(_Join):
         return lo, hi
 
 
+@as_tree
 class Not(_Combination):
     """Complement: a pair is visible if the part hides it."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from torch import Tensor
 
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import host
+from tritoncp.core.pytrees import as_tree
+from tritoncp.core.records import record
 from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.classification.interval_arithmetic import is_integer
 from tritoncp.masks.mask_mod import (
@@ -30,7 +31,8 @@ from tritoncp.masks.mask_mod import (
 )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@as_tree
+@record(repr=False)
 class Tree(MaskMod):
     """Mask of a prefix tree: a query sees itself and the tokens before it on its path from the root.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tritoncp.core.handles import object_of
+from tritoncp.core.pytrees import register_handled
 
 
 class TracedMask:
@@ -21,7 +23,12 @@ class TracedMask:
 
     @property
     def mask(self) -> Any:
-        """The :class:`tritoncp.Mask`."""
+        """The :class:`tritoncp.Mask`. Raises RuntimeError while it has none: among fake tensors."""
+        if isinstance(self.handle, FakeTensor):
+            raise RuntimeError(
+                "a mask that a traced program gets or makes is only known when the program runs: read its "
+                "attributes and make its plan before the call, and pass the results as arguments"
+            )
         return object_of(self.handle)
 
     def __getattr__(self, name: str) -> Any:
@@ -29,8 +36,17 @@ class TracedMask:
             raise AttributeError(f"a TracedMask has no attribute {name!r}")
         return getattr(self.mask, name)
 
+    def pinned(self) -> TracedMask:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return plain_mask, (self.mask,)
+
     def __repr__(self) -> str:
         return repr(self.mask)
+
+
+register_handled(TracedMask)
 
 
 def plain_mask(mask: Any) -> Any:

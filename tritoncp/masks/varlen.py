@@ -7,12 +7,13 @@ is no loop over documents, and at most one copy from a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.pytrees import as_tree
+from tritoncp.core.records import record
 from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.masks.mask_mod import UNBOUNDED, Intervals, MaskMod, check_window
 
@@ -79,7 +80,8 @@ def _check_cumulative(name: str, x: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@as_tree
+@record(repr=False)
 class Varlen(MaskMod):
     """The mask_mod of a packed buffer: a query sees keys of its own document only.
 

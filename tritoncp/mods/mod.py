@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.records import record
 from tritoncp.mods import source_cache
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.fingerprint import ModState
@@ -36,7 +37,7 @@ class Refusal:
     error: Untranslatable
 
 
-@dataclass(frozen=True, eq=False)
+@record()
 class Mod:
     """A mask_mod or score_mod translated to Triton, and the tensors and numbers that it captures.
 

@@ -21,6 +21,7 @@ from torch._C._functorch import (
     is_legacy_batchedtensor,
     peek_interpreter_stack,
 )
+from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -123,6 +124,20 @@ def is_traced(q: Any) -> bool:
 
 
 _TRACING = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
+_MODES = (torch._C._get_dispatch_mode, _get_dispatch_mode_pre_dispatch)  # torch.export has the second kind
+
+
+def is_traced_value(x: Any) -> bool:
+    """Return whether a tensor or size is known when the traced graph runs, not now: as a constant of the
+    graph it would be wrong in later runs."""
+    if not isinstance(x, Tensor):
+        return isinstance(x, torch.SymInt)
+    mode = next(filter(None, [mode_of(_Key.PROXY) for mode_of in _MODES]), None)
+    if mode is None or isinstance(x, FakeTensor | FunctionalTensor):
+        return isinstance(x, FakeTensor | FunctionalTensor)
+    from torch.fx.experimental.proxy_tensor import has_proxy_slot  # late: it imports sympy
+
+    return has_proxy_slot(x, mode.tracer)
 
 
 def fake_mode_of(q: Tensor) -> AbstractContextManager[Any]:
@@ -145,7 +160,7 @@ def run_on_values(op: Any, tensors: Sequence[Tensor], ints: Sequence[Any], *args
     inputs have values, so that its checks apply."""
     if torch.compiler.is_dynamo_compiling():
         return op(tensors, ints, *args)
-    tracers = map(torch._C._get_dispatch_mode, (_Key.PROXY, _Key.FUNCTIONAL))
+    tracers = [mode_of(key) for mode_of in _MODES for key in (_Key.PROXY, _Key.FUNCTIONAL)]
     is_fake = isinstance(torch._C._get_dispatch_mode(_Key.FAKE), FakeTensorMode) and not any(tracers)
     leaves = tree_leaves((tensors, ints, args))
     is_symbolic = any(isinstance(x, torch.SymInt | Tensor) and type(x) not in PLAIN_TYPES for x in leaves)

@@ -8,7 +8,6 @@ compared at its first use.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState
 from tritoncp.core.host_copy import to_host
+from tritoncp.core.records import fields_of
 from tritoncp.core.user_code import describe, origin
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.collectives import dtype_name
@@ -208,9 +208,8 @@ def mod_text(mod: Any) -> str:
 
 def _fields(mod: MaskMod) -> Iterator[Any]:
     """Yield the values of a closed form's fields; for a sequence, its items."""
-    fields: tuple[Any, ...] = dataclasses.fields(mod) if dataclasses.is_dataclass(mod) else ()
-    for field in fields:
-        value = getattr(mod, field.name)
+    for name in fields_of(mod):
+        value = getattr(mod, name)
         yield from value if isinstance(value, tuple | list) else (value,)
 
 

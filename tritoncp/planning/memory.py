@@ -9,12 +9,13 @@ partial sums of kernels, which are tens of MiB.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.records import replace
 from tritoncp.planning import traffic
 
 if TYPE_CHECKING:

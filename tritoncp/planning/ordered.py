@@ -7,7 +7,7 @@ full are visited among the masked ones, by position.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tritoncp.core.bounded_cache import computed_once
+from tritoncp.core.records import replace
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.masks.block_runs import ramps
 from tritoncp.planning.derived import DerivedTables

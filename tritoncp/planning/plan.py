@@ -6,9 +6,8 @@ rank but for the rank's own number; it refers to no process group.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,8 @@ from torch import Tensor
 
 from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.pytrees import register_handled
+from tritoncp.core.records import fields_of, record, replace
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.closed_forms import causal
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, eq=False)
+@record()
 class Plan(BlockMaskInterface):
     """One rank's part of one attention layer, made by :func:`tritoncp.make_plan`: which rank holds which
     block, the order of the steps and the keys that each step reads.
@@ -448,17 +449,17 @@ class Plan(BlockMaskInterface):
     def __str__(self) -> str:
         return "\n".join(format_lines(Facts.of(self)))
 
-    # -- copies ---------------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict) -> Plan:
-        return copy.copy(self)  # functions are not copied, and the other fields are immutable
+    # -- pickled copies -----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict:
         if self.world_size > 1:
             self.digest  # noqa: B018 - computed once, for the process that reads the copy too
-        state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+        state = {name: value for name, value in vars(self).items() if name in fields_of(self)}
         return state | {"handle": None}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
         object.__setattr__(self, "handle", replace(self).pinned().handle)
+
+
+register_handled(Plan)

@@ -8,7 +8,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
+from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.masks.mask import Mask
 from tritoncp.ops import engine_factory

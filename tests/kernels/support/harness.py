@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tritoncp import mods
+from tritoncp.core.records import replace
 from tritoncp.core.upload import upload
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import State

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from PIL import Image
 import tritoncp
 from tritoncp import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.cli import main
+from tritoncp.core.records import replace
 from tritoncp.planning import cost
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import by_blocks

@@ -9,12 +9,12 @@ there each row belongs to one batch row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.records import replace
 from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, start_in_graph
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, dq_of_one_step, outputs, pack, separate, views

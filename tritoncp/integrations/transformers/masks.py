@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
+from tritoncp.core.records import fields_of, record
 from tritoncp.integrations.transformers.mask_functions import Pattern, read_pattern
 from tritoncp.integrations.transformers.model_classes import computes_attention_itself, has_sparse_layers
 from tritoncp.masks.block_mask_interface import BlockMaskInterface
@@ -21,7 +21,7 @@ from tritoncp.masks.mask_mod import MaskMod, and_masks
 from tritoncp.planning.plan import Plan
 
 
-@dataclass(eq=False)
+@record()
 class ModelMask(BlockMaskInterface):
     """The mask of one kind of layer in one call of a model, evaluated at its first use (never, if the call
     has a plan).
@@ -55,7 +55,7 @@ class ModelMask(BlockMaskInterface):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields; a function with a closed form is not needed, and cannot be pickled."""
-        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        state = {name: getattr(self, name) for name in fields_of(self)}
         return state if self.pattern is None else state | {"function": None}
 
     @property

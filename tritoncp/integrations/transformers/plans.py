@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import masking_utils
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.core.bounded_cache import TensorCache, computed_once
+from tritoncp.core.records import replace
 from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.packed_rows import PackedRows

@@ -24,9 +24,9 @@ from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
 from tritoncp.mods.captures import MAKERS, take_apart
-from tritoncp.mods.mod import structure_of
 from tritoncp.ops.graph import layouts
-from tritoncp.ops.graph.layouts import MADE_INSIDE, Layout, Uncapturable, constant_of, register_constant
+from tritoncp.ops.graph.constants import constant_of, make_function, register_constant, register_mod
+from tritoncp.ops.graph.layouts import MADE_INSIDE, Layout, Uncapturable
 from tritoncp.planning.plan import Plan
 
 
@@ -59,7 +59,7 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
         tensors.append(thing)
         return '"t"'
     if thing is None or isinstance(thing, bool | str | torch.dtype | torch.device):
-        return f'["is",{_constant_id(thing)}]'
+        return f'["is",{_constant(thing)}]'
     if isinstance(thing, int):
         ints.append(thing)
         return '"i"'
@@ -74,19 +74,19 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
         kind, constant, values = container
         is_partial = kind == "partial"
         texts = [_flatten(x, tensors, ints, is_partial and i == 0) for i, x in enumerate(values)]
-        return f'["{kind}",{_constant_id(constant)},[{",".join(texts)}]]'
+        return f'["{kind}",{_constant(constant)},[{",".join(texts)}]]'
     if isinstance(thing, Mod):
         parts = [*thing.tensors, *thing.numbers]
-        return f'["mod",{_mod_id(thing.digest)},{_flatten_all(parts, tensors, ints)}]'
+        return f'["mod",{_mod(thing.digest)},{_flatten_all(parts, tensors, ints)}]'
     if isinstance(thing, MaskMod):
         make, values = thing.as_call()
-        return f'["call",{_constant_id(make)},{_flatten_all(values, tensors, ints)}]'
+        return f'["call",{_constant(make)},{_flatten_all(values, tensors, ints)}]'
     if isinstance(thing, BlockMask):
         values = [getattr(thing, name) for name in _BLOCK_MASK_FIELDS]
-        return f'["blocks",{_constant_id(BlockMask)},{_flatten_all(values, tensors, ints)}]'
+        return f'["blocks",{_constant(BlockMask)},{_flatten_all(values, tensors, ints)}]'
     layout, inner = _layout_of(thing, is_called)
     if layout[0] == "inside":
-        return f'["function",{layout[1]},{_flatten_all(inner, tensors, ints)}]'
+        return f'["function",{_quoted(layout[1])},{_flatten_all(inner, tensors, ints)}]'
     return _flatten_parts(thing, layout, tensors, ints)
 
 
@@ -108,17 +108,17 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
     if kind == "value":
         return _flatten(thing, tensors, ints)
     if kind == "unset":
-        return f'["is",{layout[1]}]'
+        return f'["is",{_quoted(layout[1])}]'
     if kind == "is":
         _guard_identity(thing)
-        return f'["is",{layout[1]}]'
+        return f'["is",{_quoted(layout[1])}]'
     texts = []
     for place, name, part in layout[3]:
         if place == "absent" and hasattr(thing, name):
             raise Uncapturable(f"this mask_mod or score_mod reads {name!r}, which was {MADE_INSIDE}")
         value = None if part[0] == "unset" else _part_of(thing, place, name)
         texts.append(_flatten_parts(value, part, tensors, ints))
-    return f'["{layout[1]}",{layout[2]},[{",".join(texts)}]]'
+    return f'["{layout[1]}",{_quoted(layout[2])},[{",".join(texts)}]]'
 
 
 def _part_of(thing: Any, place: str, name: Any) -> Any:
@@ -164,13 +164,18 @@ def _guard_identity(thing: Any) -> None:
 
 
 @constant_result
-def _constant_id(thing: Any) -> int:
-    return register_constant((type(thing), thing), thing)
+def _constant(thing: Any) -> str:
+    return json.dumps(register_constant((type(thing), thing), thing))
 
 
 @constant_result
-def _mod_id(digest: str) -> int:
-    return register_constant(digest, structure_of(digest))
+def _mod(digest: str) -> str:
+    return json.dumps(register_mod(digest))
+
+
+@constant_result
+def _quoted(name: str) -> str:
+    return json.dumps(name)
 
 
 def rebuild(structure: str, tensors: Iterable[Tensor], ints: Iterable[int]) -> Any:
@@ -194,10 +199,10 @@ def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
     """Rebuild one node of a structure from the next ``tensors`` and ``ints``."""
     if isinstance(node, str):
         return next(ints) if node == "i" else _LEAVES[node](next(tensors))
-    kind, number, *parts = node
+    kind, name, *parts = node
     if kind == "is":
-        return constant_of(number)
-    return _MAKERS[kind](constant_of(number), [_rebuild(part, tensors, ints) for part in parts[0]])
+        return constant_of(name)
+    return _MAKERS[kind](constant_of(name), [_rebuild(part, tensors, ints) for part in parts[0]])
 
 
 def _make_mod(structure: Mod, parts: list[Any]) -> Mod:
@@ -208,7 +213,7 @@ def _make_mod(structure: Mod, parts: list[Any]) -> Mod:
 _LEAVES = {"t": lambda tensor: tensor, "f": Tensor.item, "h": handles.object_of}
 _MAKERS: dict[str, Callable[[Any, list[Any]], Any]] = {
     **MAKERS,
-    "function": layouts.make_function,
+    "function": make_function,
     "object": layouts.stand_in,
     "mod": _make_mod,
     "blocks": lambda kind, parts: kind.from_kv_blocks(*parts, compute_q_blocks=False),

@@ -2,18 +2,18 @@
 
 A layout is made once per graph, from the real objects and the reads in the function's bytecode
 (:mod:`tritoncp.mods.bytecode`). Dynamo traces :mod:`.inputs`, which follows the layout, so that tensors
-become inputs of the graph and plain values are guarded. Code and classes are in a table of this process and
-stand in a layout by their number. Globals are not in a layout: a rebuilt function reads them when it runs.
+become inputs of the graph and plain values are guarded. Code and classes stand in a layout by their names
+(:mod:`.constants`). Globals are not in a layout: a rebuilt function reads them when it runs.
 
 Forms of a layout:
 
     ("value",)                     flatten it by its type
-    ("is", number)                 a constant object, the same in every call of the graph
-    ("unset", number)              an empty closure cell, or an absent attribute
-    ("parts", maker, number, ((place, name, layout), ...))
+    ("is", name)                   a constant object, the same in every call of the graph
+    ("unset", name)                an empty closure cell, or an absent attribute
+    ("parts", maker, name, ((place, name, layout), ...))
                                    a function, method, object or dict, by the parts that are read;
                                    `inputs.rebuild` makes it again by the maker's name
-    ("inside", number)             a function that the graph makes, see :mod:`.variables`
+    ("inside", name)               a function that the graph makes, see :mod:`.variables`
     ("refuse", reason)             it cannot be part of a graph
 """
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 import types
 from collections import OrderedDict
 from collections.abc import Set as AbstractSet
@@ -31,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
@@ -39,6 +37,7 @@ from tritoncp.mods import Mod
 from tritoncp.mods.bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Step, code_reads
 from tritoncp.mods.captures import ABSENT, cell_value, take_apart
 from tritoncp.mods.fingerprint import HEAP_TYPE, Fingerprint, read_step
+from tritoncp.ops.graph.constants import register_constant, register_function, register_object
 from tritoncp.planning.plan import Plan
 
 Layout = tuple[Any, ...]
@@ -47,53 +46,10 @@ MADE_INSIDE = "made inside torch.compile; make it outside the compiled function 
 MAX_PARTS = 512  # objects and attributes in one layout
 
 VALUE: Layout = ("value",)
-# Objects by the number in graphs, each in a tuple. A running graph marks its objects as recently used.
-_CONSTANTS: BoundedCache[int, tuple[Any]] = BoundedCache(1 << 15)
-_NUMBERS: BoundedCache[Any, int] = BoundedCache(1 << 15)  # by the constant's key
-_COUNT = itertools.count()
 
 
 class Uncapturable(TypeError):
     """Raised for a mod or mask that cannot be part of a graph; the message has the reason and the remedy."""
-
-
-def register_constant(key: Any, thing: Any) -> int:
-    """Return the number that stands for a constant object in graphs; equal keys share a number."""
-    number: int | None = _NUMBERS.get(key)
-    if number is None or _CONSTANTS.get(number) is None:
-        number = next(_COUNT)
-        _CONSTANTS.put(number, (thing,))
-        _NUMBERS.put(key, number)
-    return number
-
-
-def constant_of(number: int) -> Any:
-    """Return the object of `register_constant`. Raises RuntimeError if it was evicted from the table."""
-    if (entry := _CONSTANTS.get(number)) is None:
-        raise RuntimeError(
-            "a compiled graph refers to an object that was evicted from the table of constants, since more "
-            f"than {_CONSTANTS.size} others were used after its last run: compile it again, after "
-            "torch._dynamo.reset()"
-        )
-    return entry[0]
-
-
-def register_function(
-    code: types.CodeType, scope: dict[str, Any], name: str, keywords: tuple[str, ...]
-) -> int:
-    """Register the constants of a function and return their number. keywords: names of keyword defaults"""
-    return register_constant((code, id(scope), keywords), (code, scope, name, keywords))
-
-
-def make_function(constant: tuple[Any, ...], parts: list[Any]) -> types.FunctionType:
-    """Make a function from the constants of `register_function` and its parts: values of closure cells, of
-    positional and of keyword defaults."""
-    code, scope, name, keywords = constant
-    count, split = len(code.co_freevars), len(parts) - len(keywords)
-    cells = [types.CellType() if part is ABSENT else types.CellType(part) for part in parts[:count]]
-    fn = types.FunctionType(code, scope, name, tuple(parts[count:split]) or None, tuple(cells))
-    fn.__kwdefaults__ = dict(zip(keywords, parts[split:])) or None
-    return fn
 
 
 def layout_of(thing: Any, is_called: bool = True) -> Layout:
@@ -208,8 +164,8 @@ class _Reads:
         parts: list[tuple[str, Any, Layout]] = [("cell", i, part) for i, part in enumerate(contents)]
         parts += [("default", i, VALUE) for i in range(len(defaults))]
         parts += [("keyword", name, VALUE) for name in keywords]
-        number = register_function(fn.__code__, fn.__globals__, fn.__name__, tuple(keywords))
-        return "parts", "function", number, tuple(parts)
+        name = register_function(fn.__code__, fn.__globals__, tuple(keywords))
+        return "parts", "function", name, tuple(parts)
 
     def _follow_function(
         self, fn: types.FunctionType, owner: _Node | None, cells: dict[str, _Node | None]
@@ -290,8 +246,7 @@ class _Reads:
             if self._count > MAX_PARTS:
                 raise Uncapturable(f"it reads more than {MAX_PARTS} attributes")
             parts.append((kind, name, _unset() if kind == "absent" else self.layout(part)))
-        number = register_constant((type(thing), kinds), (type(thing), kinds))
-        return "parts", "object", number, tuple(parts)
+        return "parts", "object", register_object(type(thing), kinds), tuple(parts)
 
     def _note(self, value: Any) -> None:
         """Record the tensors of a value that is flattened by its type."""

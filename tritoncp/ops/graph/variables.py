@@ -18,16 +18,8 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 from tritoncp.mods.captures import ABSENT
-from tritoncp.ops.graph.layouts import (
-    MADE_INSIDE,
-    Layout,
-    Uncapturable,
-    check_gradients,
-    constant_of,
-    layout_of,
-    make_function,
-    register_function,
-)
+from tritoncp.ops.graph.constants import constant_of, make_function, register_function
+from tritoncp.ops.graph.layouts import MADE_INSIDE, Layout, Uncapturable, check_gradients, layout_of
 
 AROUND = f"{MADE_INSIDE}, or have it capture numbers, tensors and functions only, not objects"
 
@@ -66,19 +58,18 @@ def _layout_of_variable(context: Any, parts: list[Any]) -> Layout:
         return ("refuse", f"this mask_mod or score_mod was {AROUND}: {error}")
 
 
-def _register_inner(variable: Any, parts: list[Any]) -> int:
-    """Register a function that the graph makes, append the variables of its parts (`layouts.make_function`),
-    and return its number. Raises Uncapturable if it loses a gradient."""
+def _register_inner(variable: Any, parts: list[Any]) -> str:
+    """Register a function that the graph makes, append the variables of its parts (`make_function`), and
+    return its name. Raises Uncapturable if it loses a gradient."""
     defaults = variable.defaults.items if variable.defaults else ()
     keywords = variable.kwdefaults.items if variable.kwdefaults else {}
     names = tuple([name.vt.as_python_constant() for name in keywords])
     load = InstructionTranslator.current_tx().output.side_effects.load_cell
     parts += [load(cell) for cell in (variable.closure.items if variable.closure else ())]
     parts += [*defaults, *keywords.values()]
-    name = variable.fn_name.as_python_constant()
-    number = register_function(variable.get_code(), variable.f_globals, name, names)
-    check_gradients(make_function(constant_of(number), [ABSENT] * len(parts)), frozenset())
-    return number
+    name = register_function(variable.get_code(), variable.f_globals, names)
+    check_gradients(make_function(constant_of(name), [ABSENT] * len(parts)), frozenset())
+    return name
 
 
 def guard_identity(context: Any) -> None:

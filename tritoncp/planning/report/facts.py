@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.records import replace
 from tritoncp.masks.mask_mod import name_of
 from tritoncp.planning import cost, memory
 from tritoncp.planning.moves import rows_between
