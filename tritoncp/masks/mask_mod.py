@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -82,6 +82,12 @@ class MaskMod(ABC):
 
     def __invert__(self) -> MaskMod:
         return not_(self)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} has no truth value, since `and`, `or` and `not` would drop a mask: combine masks with & | ~, "
+            "as causal() & sliding_window(128), and compare with `is None`"
+        )
 
 
 @dataclass(frozen=True, repr=False)

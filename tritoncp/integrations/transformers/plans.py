@@ -18,6 +18,7 @@ from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.positions import SHARDS
 from tritoncp.masks.mask import Mask
+from tritoncp.planning import ScheduleName
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Work
 
@@ -59,7 +60,7 @@ class ContextParallelPlan:
     position_ids: Tensor
     mask: ModelMask
     block: int | tuple[int, int]
-    schedule: str = "auto"
+    schedule: ScheduleName = "auto"
     whole: dict[str, Any] = field(default_factory=dict)
     labels: bool = False
     _checked: TensorCache = field(default_factory=lambda: TensorCache(8), repr=False)
