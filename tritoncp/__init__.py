@@ -112,13 +112,18 @@ _MODULE_OF |= dict.fromkeys(
 )
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'tritoncp' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value  # later look-ups do not call this function
-    return value
+if not TYPE_CHECKING:  # to a type checker, a module with this function has every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'tritoncp' has no attribute {name!r}; it has {', '.join(__all__)}")
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = value  # later look-ups do not call this function
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """List public names, submodules that are imported, and names of every module, but no helpers of this
+    file."""
+    own = [name for name, x in globals().items() if name.startswith("__") or sys.modules.get(f"tritoncp.{name}") is x]
+    return sorted({*_MODULE_OF, *own})

@@ -103,7 +103,8 @@ def inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
 
 def one_device(problem: Problem, tensors: Inputs, options: dict[str, Any] | None = None) -> Contender:
     """Prepare tritoncp on one device, with the mask in closed form."""
-    mask, device = problem.closed_form(), tensors.q.device
+    mask: Any = problem.closed_form()
+    device = tensors.q.device
     score, sinks = problem.score_mod(device), problem.sinks(device)
     leaves = tensors.q, tensors.k, tensors.v
 
@@ -130,19 +131,20 @@ def split(
 ) -> Contender:
     """Prepare tritoncp with the problem's schedule: this rank of a process group, or, without a group, all
     ranks simulated on this device."""
+    schedule: Any = problem.schedule
     mask, score = problem.block_mask(), problem.score_mod(tensors.q.device)
     options: dict[str, Any] = {"enable_gqa": True, "sinks": problem.sinks(tensors.q.device)}
     options["kernel_options"] = kernel_options
     unsharded = (tensors.q, tensors.k, tensors.v, tensors.dout)
     if group is not None:
-        plan = make_plan(mask, group, schedule=problem.schedule)
+        plan = make_plan(mask, group, schedule=schedule)
         q, k, v, dout = (shard(x.detach(), plan, dim=2).requires_grad_() for x in unsharded)
         call = partial(flex_attention, q, k, v, score, plan, mesh=group, **options)
         return Contender(
             call, (q, k, v), dout.detach(), lambda x: unshard(x.detach(), plan, mesh=group, dim=2)
         )
     world = simulate(problem.world)
-    plan = world.make_plan(mask, schedule=problem.schedule)
+    plan = world.make_plan(mask, schedule=schedule)
     qs, ks, vs, douts = (
         [x.requires_grad_() for x in world.shard(x.detach(), plan, dim=2)] for x in unsharded
     )

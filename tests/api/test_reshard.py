@@ -29,6 +29,7 @@ from tritoncp.distributed import collectives, consistency
 from tritoncp.masks.mask import full_mask
 from tritoncp.planning import moves
 from tritoncp.planning.build import build
+from tritoncp.planning.placement import MOVABLE
 from tritoncp.planning.plan import Plan
 
 
@@ -109,6 +110,67 @@ def test_dual_chunk_order_is_a_plan_where_chunks_are_whole_blocks() -> None:
     plan = world.make_plan(mask, balancer="head_tail")
     dual = tritoncp.contiguous_to_dual_chunk(x, torch.tensor([0, 64]), world_size=4)
     assert torch.equal(torch.cat(reshard(x.chunk(4), None, plan, world, dim=0)), dual)
+
+
+def dtypes() -> list[torch.dtype]:
+    """List the dtypes of tensors that have bytes of their own, which quantised and narrower ones have not."""
+    kinds = dict.fromkeys(kind for kind in vars(torch).values() if isinstance(kind, torch.dtype))
+    return [kind for kind in kinds if not re.search(r"torch\.(q|u?int[1-7]$)", str(kind))]
+
+
+def same_bits(one: Tensor, two: Tensor) -> bool:
+    return one.dtype == two.dtype and torch.equal(*(x.contiguous().view(torch.uint8) for x in (one, two)))
+
+
+def rows_of(dtype: torch.dtype) -> Tensor:
+    """Random values [3, S, 2], or random bits of a dtype for which torch has none. (Operations of torch may
+    change the bits of a NaN.)"""
+    if dtype in MOVABLE:
+        return torch.randint(0, 100, (3, S, 2)).to(dtype)
+    return torch.randint(0, 256, (3, S, 2 * dtype.itemsize), dtype=torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_rows_of_every_dtype_move_with_their_bits(dtype: torch.dtype) -> None:
+    """Of plans that place batch rows alike and apart, through padding and back."""
+    x, world, (one, none, two, *_) = rows_of(dtype), tritoncp.simulate(2), plans_of_ranks(2)
+    x = x[:2] if two.q.batch > 1 else x
+    for source, target in ((one, two), (two, one), (one, none), (none, two)):
+        shards = world.shard(x, source, dim=1)
+        moved = reshard(shards, source, target, world, dim=1)
+        assert all(map(same_bits, moved, world.shard(x, target, dim=1)))
+        assert same_bits(world.unshard(moved, target, dim=1), x)
+
+
+def test_rows_of_every_dtype_move_between_real_ranks() -> None:
+    xs = {dtype: rows_of(dtype)[:2] for dtype in dtypes()}
+
+    def work(group: Any) -> dict[str, list[bool]]:
+        few, results = dist.new_group(timeout=timedelta(seconds=60)), {}
+        one, _, two, *_ = [plan and plan.pinned().for_rank(group.rank()) for plan in plans_of_ranks(2)]
+        for dtype, x in xs.items():
+            part = shard(x, one, few, dim=1)
+            moved = reshard(part, one, two, few, dim=1)
+            whole = unshard(moved, two, few, dim=1)
+            results[str(dtype)] = [same_bits(moved, shard(x, two, few, dim=1)), same_bits(whole, x)]
+        return results
+
+    for results in ranks.run(2, work):
+        assert results == {str(dtype): [True, True] for dtype in xs}
+
+
+@pytest.mark.parametrize("value", [1, -1.5, 0])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64, torch.int16], ids=str)
+def test_padding_of_any_dtype_has_its_value(value: float, dtype: torch.dtype) -> None:
+    world, plan = tritoncp.simulate(2), build(random_mask(2, 6, 4, 8, 5), 2)
+    x = torch.zeros(2, S).to(dtype)
+    if not dtype.is_floating_point and value < 0:
+        with pytest.raises(ValueError, match="is not a value of"):
+            world.shard(x, plan, dim=1, pad=value)
+        return
+    for parts in (world.shard(x, plan, dim=1, pad=value), reshard(x.chunk(2, 1), None, plan, world, dim=1, pad=value)):
+        for rank, part in enumerate(parts):
+            assert (part.double()[~plan.for_rank(rank).valid] == value).all()
 
 
 def test_moves_are_computed_once_for_a_pair() -> None:

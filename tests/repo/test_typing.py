@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 import tritoncp
+from tritoncp.distributed.schedules import SCHEDULES as IMPLEMENTED
+from tritoncp.planning import SCHEDULES, ScheduleName
+from tritoncp.planning.balance import BalancerName
 
 SCRIPT = Path(__file__).with_name("typed_script.py")
 OVERLOADED = tritoncp.flex_attention, tritoncp.make_plan
@@ -39,6 +42,19 @@ def test_the_values_of_a_script_have_the_types_that_it_asserts(monkeypatch):
     monkeypatch.setattr(typing, "assert_type", assert_type)
     exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"), {"__name__": "typed_script"})
     assert len(asserted) == SCRIPT.read_text().count("assert_type(")
+
+
+def test_names_of_schedules_and_balancers_are_those_that_exist():
+    assert typing.get_args(ScheduleName) == ("auto", *SCHEDULES) and set(SCHEDULES) == {*IMPLEMENTED}
+    assert set(typing.get_args(BalancerName)) == {"auto", *tritoncp.balancers}
+
+
+def test_the_package_lists_public_names_and_no_helper():
+    listed = [name for name in dir(tritoncp) if not name.startswith("_")]
+    modules = [name for name in listed if isinstance(getattr(tritoncp, name), types.ModuleType)]
+    torchs = {"AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "create_mask", "noop_mask"}
+    assert set(listed) - set(modules) == {*tritoncp.__all__, *torchs}
+    assert all(getattr(tritoncp, name).__name__ == f"tritoncp.{name}" for name in modules)
 
 
 @pytest.mark.parametrize("function", OVERLOADED, ids=lambda function: function.__qualname__)

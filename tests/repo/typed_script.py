@@ -1,6 +1,6 @@
 """A script of a user with types that mypy --strict infers; tests/repo/test_typing.py runs and checks it."""
 
-from typing import assert_type
+from typing import TYPE_CHECKING, assert_type
 
 import torch
 from torch import Tensor
@@ -39,6 +39,15 @@ out, lse = tritoncp.varlen_attention(x, x, x, lengths, causal=True, return_lse=T
 assert_type(lse, Tensor)
 out, packed_aux = tritoncp.varlen_attention(x, x, x, lengths, causal=True, return_aux=aux)
 assert_type(packed_aux, AuxOutput)
+
+if TYPE_CHECKING:  # names that do not exist, and wrong types, are errors of the type checker
+    tritoncp.flex_atention  # type: ignore[attr-defined]
+    tritoncp.make_plan(mask, balancer="ptr")  # type: ignore[call-overload]
+    tritoncp.make_plan(mask, schedule="rings")  # type: ignore[call-overload]
+    tritoncp.make_plan(mask, "cp")  # type: ignore[call-overload]
+    tritoncp.flex_attention(q, k, v, alibi, "causal")  # type: ignore[call-overload]
+    tritoncp.flex_attention(q, k, v, mesh=3)  # type: ignore[call-overload]
+    tritoncp.shard(q, "causal", dim=2)  # type: ignore[arg-type]
 
 world = tritoncp.simulate(2)
 dealt = assert_type(world.make_plan(mask), tritoncp.Plan)

@@ -18,6 +18,7 @@ from tritoncp.api.group_call import group_call, place_in_group, stop_traced_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.distributed import groups
+from tritoncp.distributed.groups import Mesh
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.masks.mask import Mask
@@ -97,32 +98,32 @@ class Options(NamedTuple):
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
-    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    block_mask: MaskLike | Mesh = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ...,
-    mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
+    mesh: Mesh = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
-    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
-    kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., mesh: Any = ...,
+    block_mask: MaskLike | Mesh = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., mesh: Mesh = ...,
     positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
     expand: Sequence[Any] | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
-    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    block_mask: MaskLike | Mesh = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest,
-    mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
+    mesh: Mesh = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
-    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
-    kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ..., mesh: Any = ...,
+    block_mask: MaskLike | Mesh = ..., scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
+    kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ..., mesh: Mesh = ...,
     positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
     expand: Sequence[Any] | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
@@ -133,14 +134,14 @@ def flex_attention(
     key: Tensor,
     value: Tensor | None,
     score_mod: ScoreMod = None,
-    block_mask: Any = None,
+    block_mask: MaskLike | Mesh = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
-    mesh: Any = None,
+    mesh: Mesh = None,
     positions: Tensor | None = None,
     sinks: Tensor | None = None,
     batch_offset: int | None = None,

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tritoncp.api import dynamo
 from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, run_inner_attention
 from tritoncp.api.keywords import advice
+from tritoncp.api.plans import MaskLike
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.graph.key_exchange import send_keys_op
 from tritoncp.ops.reshard import reshard_op
@@ -98,7 +99,7 @@ class ContextParallel(ParallelStyle):
     >>> dist.destroy_process_group()
     """
 
-    def __init__(self, plan: Any = None, *, seq_dim: int = 2, **always: Any) -> None:
+    def __init__(self, plan: MaskLike | None = None, *, seq_dim: int = 2, **always: Any) -> None:
         super().__init__()
         known = [*OPTIONS, "block_mask", "is_causal", "out_transform"]
         for name in always:

@@ -18,11 +18,13 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.core.records import replace
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
+from tritoncp.distributed.groups import Mesh
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops import signatures
-from tritoncp.planning.balance import resolve_balancer
+from tritoncp.planning import ScheduleName
+from tritoncp.planning.balance import BalancerName, resolve_balancer
 from tritoncp.planning.build import build_all
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
@@ -32,24 +34,24 @@ MaskLike = BlockMask | Mask | MaskMod | Plan
 
 @overload
 def make_plan(
-    block_mask: BlockMask | Mask, mesh: Any = ..., *, balancer: str | Balancer | None = ...,
-    schedule: str = ..., world_size: int | None = ..., rank: int | None = ...,
+    block_mask: BlockMask | Mask, mesh: Mesh = ..., *, balancer: BalancerName | Balancer | None = ...,
+    schedule: ScheduleName = ..., world_size: int | None = ..., rank: int | None = ...,
     layer: Mapping[str, int] | None = ...,
 ) -> Plan: ...  # fmt: skip
 @overload
 def make_plan(
-    block_mask: Mapping[str, BlockMask | Mask], mesh: Any = ..., *, balancer: str | Balancer | None = ...,
-    schedule: str = ..., world_size: int | None = ..., rank: int | None = ...,
+    block_mask: Mapping[str, BlockMask | Mask], mesh: Mesh = ..., *, balancer: BalancerName | Balancer | None = ...,
+    schedule: ScheduleName = ..., world_size: int | None = ..., rank: int | None = ...,
     layer: Mapping[str, int] | None = ...,
 ) -> dict[str, Plan]: ...  # fmt: skip
 @host_only
 @group_call
 def make_plan(
     block_mask: Any,
-    mesh: Any = None,
+    mesh: Mesh = None,
     *,
-    balancer: str | Balancer | None = "ptrr",
-    schedule: str = "auto",
+    balancer: BalancerName | Balancer | None = "ptrr",
+    schedule: ScheduleName = "auto",
     world_size: int | None = None,
     rank: int | None = None,
     layer: Mapping[str, int] | None = None,

@@ -15,6 +15,7 @@ from tritoncp.api.simulate import World
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Facts, fact, together
+from tritoncp.distributed.groups import Mesh
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.dispatch import is_traced
 from tritoncp.ops.reshard import Reshard, compare_reshard, move_rows
@@ -28,7 +29,7 @@ def reshard(
     x: Any,
     source: Plan | None,
     target: Plan | None,
-    mesh: Any = None,
+    mesh: Mesh | World = None,
     *,
     dim: int,
     side: str = "q",
@@ -138,7 +139,7 @@ def _lengths(plan: Any, other: Any, side: str, world_size: int) -> Sequence[int]
 def unshard(
     x: Tensor,
     plan_or_mask: MaskLike | None,
-    mesh: Any = None,
+    mesh: Mesh = None,
     *,
     dim: int,
     side: str = "q",

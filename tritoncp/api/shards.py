@@ -13,6 +13,7 @@ from tritoncp.api import validate
 from tritoncp.api.group_call import place_in_group
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
+from tritoncp.distributed.groups import Mesh
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
@@ -27,7 +28,7 @@ from tritoncp.planning.plan import Plan
 def shard(
     x: Tensor,
     plan_or_mask: MaskLike | None,
-    mesh: Any = None,
+    mesh: Mesh = None,
     *,
     dim: int,
     side: str = "q",

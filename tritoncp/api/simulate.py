@@ -35,7 +35,7 @@ from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops import dispatch
 from tritoncp.ops.lockstep import attend_in_lockstep
-from tritoncp.planning.placement import lengthen, take
+from tritoncp.planning.placement import as_movable, lengthen, take
 from tritoncp.planning.plan import Plan
 
 Shards = Sequence[Tensor]
@@ -98,8 +98,9 @@ class World:
         placement, _ = shards.placement_of(xs[0], plan, self._places[0], dim, side, length)
         for rank, x in enumerate(xs):
             shards.check_rows_along(x, dim, placement.lengths[rank], f"rank {rank}'s shard")
-        whole = torch.cat([lengthen(x, dim, placement.s_max) for x in xs], dim)
-        return take(whole, placement.inverse, dim, batch_dim, 0)
+        whole = torch.cat([lengthen(as_movable(x), dim, placement.s_max) for x in xs], dim)
+        whole = take(whole, placement.inverse, dim, batch_dim, 0)
+        return whole if whole.dtype == xs[0].dtype else whole.view(xs[0].dtype)
 
     @host_only
     def positions(self, plan: Plan, documents: Tensor | MaskMod | None = None) -> list[Tensor]:
@@ -120,23 +121,23 @@ class World:
     @overload
     def flex_attention(
         self, queries: Shards, keys: Shards, values: Shards | None, score_mod: ScoreMod = ...,
-        block_mask: Any = ..., *, return_lse: Literal[True], **options: Unpack[WorldOptions],
+        block_mask: MaskLike | None = ..., *, return_lse: Literal[True], **options: Unpack[WorldOptions],
     ) -> tuple[list[Tensor], list[Tensor]]: ...  # fmt: skip
     @overload
     def flex_attention(
         self, queries: Shards, keys: Shards, values: Shards | None, score_mod: ScoreMod = ...,
-        block_mask: Any = ..., *, return_aux: AuxRequest, **options: Unpack[WorldOptions],
+        block_mask: MaskLike | None = ..., *, return_aux: AuxRequest, **options: Unpack[WorldOptions],
     ) -> tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @overload
     def flex_attention(
         self, queries: Shards, keys: Shards, values: Shards | None, score_mod: ScoreMod = ...,
-        block_mask: Any = ..., *, return_lse: Literal[False] = ..., return_aux: None = ...,
+        block_mask: MaskLike | None = ..., *, return_lse: Literal[False] = ..., return_aux: None = ...,
         **options: Unpack[WorldOptions],
     ) -> list[Tensor]: ...  # fmt: skip
     @host_only
     def flex_attention(
         self, queries: Shards, keys: Shards, values: Shards | None,
-        score_mod: ScoreMod = None, block_mask: Any = None, **options: Any,
+        score_mod: ScoreMod = None, block_mask: MaskLike | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         """Run :func:`tritoncp.flex_attention` on all ranks: arguments and results are lists of shards.
 

@@ -19,6 +19,7 @@ from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import host, to_host
 from tritoncp.distributed import groups
+from tritoncp.distributed.groups import Mesh
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.varlen import Documents, Varlen, varlen
 from tritoncp.ops.reshard import Reshard, move_rows
@@ -31,7 +32,7 @@ EVERYTHING = (-1, -1)
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    mesh: Mesh = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
     cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
     score_mod: Callable[..., Tensor] | None = ..., return_lse: Literal[True],
     **options: Unpack[KeywordOptions],
@@ -39,7 +40,7 @@ def varlen_attention(
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    mesh: Mesh = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
     cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
     score_mod: Callable[..., Tensor] | None = ..., return_aux: AuxRequest,
     **options: Unpack[KeywordOptions],
@@ -47,7 +48,7 @@ def varlen_attention(
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    mesh: Mesh = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
     cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
     score_mod: Callable[..., Tensor] | None = ..., return_lse: Literal[False] = ..., return_aux: None = ...,
     **options: Unpack[KeywordOptions],
@@ -60,7 +61,7 @@ def varlen_attention(
     v: Tensor,
     cu_seqlens_q: Tensor | Plan | Mask,
     cu_seqlens_kv: Tensor | None = None,
-    mesh: Any = None,
+    mesh: Mesh = None,
     *,
     causal: bool | None = None,
     window: tuple[int, int] = EVERYTHING,
@@ -141,7 +142,7 @@ def _rows(x: Tensor) -> Tensor:
 @host_only
 @group_call
 def dual_chunk_to_contiguous(
-    x: Tensor, cu_seqlens: Tensor, mesh: Any = None, *, world_size: int | None = None, dim: int = 0
+    x: Tensor, cu_seqlens: Tensor, mesh: Mesh = None, *, world_size: int | None = None, dim: int = 0
 ) -> Tensor:
     """Convert shards from the load-balanced order of TransformerEngine and Megatron to contiguous pieces.
 
@@ -164,7 +165,7 @@ def dual_chunk_to_contiguous(
 @host_only
 @group_call
 def contiguous_to_dual_chunk(
-    x: Tensor, cu_seqlens: Tensor, mesh: Any = None, *, world_size: int | None = None, dim: int = 0
+    x: Tensor, cu_seqlens: Tensor, mesh: Mesh = None, *, world_size: int | None = None, dim: int = 0
 ) -> Tensor:
     """Invert :func:`dual_chunk_to_contiguous`, with the same arguments.
 
@@ -175,7 +176,7 @@ def contiguous_to_dual_chunk(
 
 
 def _reorder(
-    x: Tensor, cu_seqlens: Tensor, mesh: Any, world_size: int | None, dim: int, to_dual: bool
+    x: Tensor, cu_seqlens: Tensor, mesh: Mesh, world_size: int | None, dim: int, to_dual: bool
 ) -> Tensor:
     group = groups.group_of(mesh)
     check_mesh(mesh)

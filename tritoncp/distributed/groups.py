@@ -29,6 +29,7 @@ def _name_own_rank() -> str:
 log_lines.name_rank_by(_name_own_rank)
 
 
+Mesh = dist.DeviceMesh | dist.ProcessGroup | None  # of the ranks of a call; None: this process alone
 # Data communicators of groups, by name: torch alone owns them, so that destroy_process_group() ends their
 # threads.
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()

@@ -28,9 +28,10 @@ from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
 from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.mask import create_block_mask
+from tritoncp.planning.balance import BalancerName
 from tritoncp.planning.plan import Plan
 
-BALANCERS = {"headtail": "head_tail", "ptrr": "ptrr", None: None}
+BALANCERS: dict[str | None, BalancerName | None] = {"headtail": "head_tail", "ptrr": "ptrr", None: None}
 SEQ_DIM = 1  # sequence dimension of [B, L, N, H], torchtitan's layout
 BLOCK = 128  # largest block of the plan of a model without masks
 

@@ -11,7 +11,7 @@ import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -106,6 +106,12 @@ class MaskMod(ABC):
 
     def __invert__(self) -> MaskMod:
         return not_(self)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} has no truth value, since `and`, `or` and `not` would drop a mask: combine masks with & | ~, "
+            "as causal() & sliding_window(128), and compare with `is None`"
+        )
 
 
 @record(eq=True, repr=False)

@@ -71,7 +71,7 @@ class Call(NamedTuple):
         call."""
         if (expand := self.expand) is None:
             return self._replace(score_tensors=captures)
-        count = len(captures) - expand.count if captures else 0
+        count = len(captures) - expand.num_tensors if captures else 0
         return self._replace(score_tensors=captures[:count], expand=expand.with_tensors(captures[count:]))
 
     @on_host

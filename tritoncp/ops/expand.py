@@ -70,7 +70,7 @@ class Expansion(NamedTuple):
         return self.leaves if self.form is None else tuple(tree_unflatten(self.leaves, self.form))
 
     @property
-    def count(self) -> int:
+    def num_tensors(self) -> int:
         """Number of tensors, also while an autograd node saves them."""
         return len(self.places) + len(self.parameters)
 
@@ -82,7 +82,7 @@ class Expansion(NamedTuple):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Expansion:
         """Copy the record with other tensors; () drops them."""
-        new: Sequence[Any] = tensors or [None] * self.count
+        new: Sequence[Any] = tensors or [None] * self.num_tensors
         by_place = dict(zip(self.places, new))
         leaves = tuple([by_place.get(i, x) for i, x in enumerate(self.leaves)])
         return self._replace(leaves=leaves, parameters=tuple(new[len(self.places) :]))

@@ -22,7 +22,7 @@ from tritoncp.distributed.consistency import fact
 from tritoncp.ops.dispatch import as_inputs, call_op, fake_mode_of, register_op
 from tritoncp.ops.signatures import table_of
 from tritoncp.planning.moves import Moves, moves_between
-from tritoncp.planning.placement import Placement, in_order, lengthen, take
+from tritoncp.planning.placement import Placement, as_movable, as_word, in_order, lengthen, take
 from tritoncp.planning.plan import Plan
 
 messages_log = area_logger("messages")
@@ -124,9 +124,10 @@ def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Schedule[T
     """Redistribute one rank's shard: an all-to-all of the rows that change ranks, and, meanwhile, copies of
     the others."""
     source, target = call.placements()
-    moves, rows = _moves_of(source, target, rank, x.device), target.lengths[rank]
+    moves, rows, dtype = _moves_of(source, target, rank, x.device), target.lengths[rank], x.dtype
+    x, pad = as_movable(x), as_word(call.pad, dtype)
     shape = [*x.shape[: call.dim], rows, *x.shape[call.dim + 1 :]]
-    out = x.new_empty(shape) if moves.is_full else x.new_full(shape, call.pad)
+    out = x.new_empty(shape) if moves.is_full else x.new_full(shape, pad)
     before, after = (_rows_first(t, call, max(source.batch, target.batch)) for t in (x, out))
     flight = None
     if not moves.is_local:
@@ -135,11 +136,11 @@ def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Schedule[T
             messages_log, "reshard, rank %d: sends %d of %d rows, %d bytes",
             rank, len(message), before.shape[: len(moves.sent)].numel(), message.nbytes,
         )  # fmt: skip
-        flight = yield collectives.AllToAll(message, moves.counts, moves.sources)
+        flight = yield collectives.AllToAll(_as_bytes(message), moves.counts, moves.sources)
     after[moves.kept_at.unbind()] = before[moves.kept.unbind()]
     if flight is not None:
-        after[moves.arrivals.unbind()] = yield flight
-    return out
+        after[moves.arrivals.unbind()] = _from_bytes((yield flight), message)
+    return out if out.dtype == dtype else out.view(dtype)
 
 
 def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> collectives.Schedule[Tensor]:
@@ -148,15 +149,26 @@ def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> colle
     place, dim, batch_dim = call.shards_of(x, world_size), call.dim, call.batch_dim
     _check_batch(x, call, place.batch)
     if call.whole == "target":
-        rows = lengthen(x, dim, place.s_max).movedim(dim, 0).contiguous()
+        own = lengthen(as_movable(x), dim, place.s_max).movedim(dim, 0).contiguous()
         log_decision(messages_log, "unshard: %d bytes go to each of %d other ranks", x.nbytes, world_size - 1)
-        rows = yield (yield collectives.AllGather(rows))
-        return take(rows.movedim(0, dim), place.inverse, dim, batch_dim, 0)
+        rows = _from_bytes((yield (yield collectives.AllGather(_as_bytes(own)))), own)
+        whole = take(rows.movedim(0, dim), place.inverse, dim, batch_dim, 0)
+        return whole if whole.dtype == x.dtype else whole.view(x.dtype)
     if call.grad == "slice":
         return take(x, place.positions(rank), dim, batch_dim, 0)
     rows = take(x, place.gathered_positions, dim, batch_dim, 0).movedim(dim, 0).contiguous()
     part: Tensor = yield (yield collectives.ReduceScatter(rows))
     return part.movedim(0, dim).narrow(dim, 0, call.rows).contiguous()
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """View rows [n, ...] as bytes [n, bytes of a row], which every backend sends."""
+    return rows.view(len(rows), rows.shape[1:].numel()).view(torch.uint8)
+
+
+def _from_bytes(sent: Tensor, rows: Tensor) -> Tensor:
+    """Invert :func:`_as_bytes`, for rows like these."""
+    return sent.view(rows.dtype).view(len(sent), *rows.shape[1:])
 
 
 def _check_batch(x: Tensor, call: Reshard, batch: int) -> None:

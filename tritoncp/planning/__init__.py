@@ -3,4 +3,7 @@
 May import: masks, mods, core.
 """
 
-SCHEDULES = ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")
+from typing import Literal, get_args
+
+ScheduleName = Literal["auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring"]  # "auto": the fastest
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)[1:]

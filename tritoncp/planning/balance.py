@@ -33,6 +33,7 @@ import math
 import reprlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -160,6 +161,9 @@ def locality(work: Work) -> list[list[int]]:
     )
 
 
+BalancerName = Literal[
+    "auto", "contiguous", "head_tail", "per_document", "ptrr", "ptrr_unweighted", "lpt", "spt", "locality"
+]
 balancers: dict[str, Balancer] = {
     "contiguous": contiguous,
     "head_tail": head_tail,

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tritoncp.core.bounded_cache import computed_once
+from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import content, ramps
@@ -277,6 +278,8 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
     Where Bp > 1, ``batch_dim`` is the dimension of ``x`` for rows of the index; a tensor without one
     (``batch_dim=None``) gets a new leading batch dimension.
     """
+    if x.dtype not in MOVABLE:
+        return take(as_movable(x), index, dim, batch_dim, as_word(pad, x.dtype)).view(x.dtype)
     dim = dim % x.ndim
     (index,) = upload([index], x.device)
     if index.shape[0] > 1 and batch_dim is None:
@@ -300,6 +303,41 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
         rows = x.index_select(dim, index[0].clamp(min=0))
     padding = (index < 0).reshape(shape)
     return rows.masked_fill(padding, pad)
+
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+MOVABLE = frozenset(  # dtypes for which torch has all operations that move rows
+    {
+        *WORDS.values(), torch.int8, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.complex64, torch.complex128,
+    }
+)  # fmt: skip
+
+
+def as_movable(x: Tensor) -> Tensor:
+    """View a tensor of another dtype, as float8 and uint16, as integers of the same size; any other tensor is
+    returned as it is. The view has no gradient.
+
+    >>> as_movable(torch.ones(2, dtype=torch.float8_e5m2))
+    tensor([60, 60], dtype=torch.uint8)
+    """
+    if x.dtype in MOVABLE:
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"a tensor of {x.dtype} that requires grad: its rows are moved as bytes, without a gradient; convert "
+            "it, x.to(torch.bfloat16), or pass x.detach()"
+        )
+    return x.view(WORDS[x.dtype.itemsize])
+
+
+@constant_result
+def as_word(value: float | int | bool, dtype: torch.dtype) -> float | int | bool:
+    """Return the number that :func:`as_movable` makes of a value of this dtype."""
+    if dtype in MOVABLE or not value:
+        return value
+    word: int = torch.full((), value, dtype=dtype, device="cpu").view(WORDS[dtype.itemsize]).item()  # type: ignore[assignment]
+    return word
 
 
 def lengthen(x: Tensor, dim: int, rows: int) -> Tensor:

@@ -236,8 +236,8 @@ class Ranks:
     mesh: Any = None  # a mesh of pairs, for BOTH
     host: dist.ProcessGroup | None = None
 
-    def plan(self, schedule: str, mask: Mask) -> Plan | None:
-        """Make a plan for a schedule; None for a single device."""
+    def plan(self, schedule: Any, mask: Mask) -> Plan | None:
+        """Make a plan for a schedule, by its name; None for a single device."""
         if schedule == ONE_DEVICE:
             return None
         if self.group is None:

@@ -38,6 +38,8 @@ from tritoncp.integrations.transformers.whole_sequences import hook_layers
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.varlen import Documents
 from tritoncp.planning.plan import Plan
+from tritoncp.planning import ScheduleName
+from tritoncp.planning.balance import BalancerName
 from tritoncp.planning.work import Balancer
 
 IGNORED = -100  # the label that transformers' losses ignore
@@ -49,8 +51,8 @@ def shard_batch(
     config: PreTrainedConfig | nn.Module,
     mesh: Any = None,
     *,
-    balancer: str | Balancer | None = "ptrr",
-    schedule: str = "auto",
+    balancer: BalancerName | Balancer | None = "ptrr",
+    schedule: ScheduleName = "auto",
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> dict[str, Any]:
     """Return this rank's shard of a global batch, with its plans, as keyword arguments of the model.
@@ -99,11 +101,10 @@ def shard_batch(
     if model is not None:
         hook_layers(model)
     several = group is not None and group.size() > 1
-    order = balancer if several else None
     mask = next(iter(kinds.values()))
     plans = make_plan(
         {kind: create_layer_mask(mask, request, BLOCK_SIZE) for kind, request in kinds.items()},
-        mesh, balancer=order, schedule=schedule,
+        mesh, balancer=balancer, schedule=schedule,
     )  # fmt: skip
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
     whole |= {"position_ids": position_ids, **_labels(batch)}

@@ -19,6 +19,7 @@ from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.packed_rows import PackedRows
 from tritoncp.masks.mask import Mask
+from tritoncp.planning import ScheduleName
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Work
 
@@ -57,8 +58,8 @@ class ContextParallelPlan:
 
     def __init__(
         self, plans: dict[str, Plan], mesh: Any, position_ids: Tensor, mask: ModelMask,
-        block: int | tuple[int, int], schedule: str, attention_mask: Tensor | None, documents: Tensor | None,
-        labels: bool,
+        block: int | tuple[int, int], schedule: ScheduleName, attention_mask: Tensor | None,
+        documents: Tensor | None, labels: bool,
     ) -> None:  # fmt: skip
         self.plans, self.mesh, self.position_ids, self.mask = plans, mesh, position_ids, mask
         self.block, self.schedule, self.labels = block, schedule, labels
