@@ -140,7 +140,7 @@ def test_a_tensor_that_takes_rows_of_a_chunk_in_place_is_no_memory():
             keys = memory.clone().mul_(heads(x).mean())
             return flex_attention(heads(x), keys, keys).transpose(1, 2).flatten(2)
 
-    with pytest.raises(ValueError, match="keys of a later chunk.*keys of a memory that all chunks see"):
+    with pytest.raises(ValueError, match=r"keys of a later chunk.*keys of a memory that all chunks see"):
         Eager(Layer(), 2, "seq")(torch.randn(B, S, WIDTH), heads(torch.randn(B, S // 2, WIDTH)))
 
 
