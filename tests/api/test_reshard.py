@@ -168,7 +168,10 @@ def test_padding_of_any_dtype_has_its_value(value: float, dtype: torch.dtype) ->
         with pytest.raises(ValueError, match="is not a value of"):
             world.shard(x, plan, dim=1, pad=value)
         return
-    for parts in (world.shard(x, plan, dim=1, pad=value), reshard(x.chunk(2, 1), None, plan, world, dim=1, pad=value)):
+    for parts in (
+        world.shard(x, plan, dim=1, pad=value),
+        reshard(x.chunk(2, 1), None, plan, world, dim=1, pad=value),
+    ):
         for rank, part in enumerate(parts):
             assert (part.double()[~plan.for_rank(rank).valid] == value).all()
 

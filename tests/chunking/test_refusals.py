@@ -17,8 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from tritoncp import causal, create_block_mask, flex_attention, full_mask, make_plan
-from tritoncp.chunking import Eager, attention, chunk, concretise
-from tritoncp.chunking.eager import split_axis
+from tritoncp.chunking import attention, chunk, concretise
 from tritoncp.chunking.regions import describe_modules, is_backward, regions_of
 from tritoncp.chunking.sizes import free_symbols
 from tritoncp.core import handles
@@ -302,40 +301,6 @@ def test_a_changed_mask_that_sees_later_keys_is_an_error():
     chunk(gm, dim="seq", needs=torch.tensor([[True, False], [True, True]]))
     with pytest.raises(ValueError, match=r"queries of chunk 0 see keys of chunk 1.*needs="):
         gm(X, torch.eye(6))
-
-
-def test_eager_chunking_refuses_keys_of_later_chunks():
-
-    class Layer(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return flex_attention(x[:, None], x[:, None], x[:, None])[:, 0]
-
-    with pytest.raises(ValueError, match="queries of a chunk see keys of a later chunk"):
-        Eager(Layer(), 2, "seq")(X)
-    torch.testing.assert_close(Eager(Layer(), 2, "batch")(X), Layer()(X))
-    for dim in ("seq", "batch"):
-        assert torch.equal(Eager(Layer(), 1, dim)(X), Layer()(X))
-        with pytest.raises(ValueError, match='chunks=0: pass dim="batch" or "seq", and chunks >= 1'):
-            Eager(Layer(), 0, dim)
-
-
-def test_eager_chunking_splits_other_tensors_where_they_have_the_size():
-    batch, rows = 3, 5
-    x, either = torch.empty(batch, rows, 2), (1, batch)
-    places = {
-        1: (either, (rows,)),
-        2: (either, (1,), (rows,)),
-        0: ((rows,),),
-    }  # sizes up to the place, in order
-    for shape in (shape for n in range(5) for shape in product((1, 2, batch, rows), repeat=n)):
-        value = torch.empty(shape)
-        seq = [
-            place
-            for place, sizes in places.items()
-            if len(shape) >= len(sizes) and all(size in own for size, own in zip(shape, sizes))
-        ]
-        assert split_axis(value, x, "seq") == (seq[0] if seq else None)
-        assert split_axis(value, x, "batch") == (0 if shape[:1] == (batch,) else None)
 
 
 def test_chunks_of_a_sequence_share_their_keys_unless_they_repeat_the_exchange(monkeypatch):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncp.api import plan_cache
 from tritoncp.api.attention import Options, run_call, substitute_calls
@@ -30,7 +32,10 @@ class Eager(nn.Module):
     is 1 or the batch, in dimension 2 of [B or 1, 1, S, ...], else in dimension 0; by batch in dimension 0.
     :func:`tritoncp.flex_attention` inside the module gets the mask or plan of the whole. By sequence, the
     queries of chunk c see the keys of chunks 0 to c; a mask by which they see later chunks raises
-    ChunkingError, a ValueError.
+    ChunkingError, a ValueError. Keys that come from a memory alone, an argument that is not split, a
+    parameter or a buffer, are seen whole by all chunks. A checkpoint inside the module would compute its
+    attention again outside of the chunk, and raises ChunkingError too: put it around, as in
+    ``checkpoint(Eager(module, ...), x)``.
 
     >>> from tritoncp import causal, flex_attention
     >>> class Layer(nn.Module):
@@ -53,12 +58,14 @@ class Eager(nn.Module):
         rows, chunks = x.shape[axis], self.chunks
         name = f"{rows} rows of dimension {axis}"
         calls, results = Calls(self.dim, [chunk_range(rows, c, chunks, name) for c in range(chunks)]), []
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        uncut = [value for value in tensors if split_axis(value, x, self.dim) is None]
         for index in range(self.chunks):
             own, positional, named = tree_map(
                 lambda value, index=index: self._piece(value, x, index), (x, args, kwargs)
             )
-            calls.begin(index)
-            with substitute_calls(calls.run_chunk):
+            calls.begin(index, [*uncut, *self.module.parameters(), *self.module.buffers()])
+            with substitute_calls(calls.run_chunk), calls.memory:
                 results.append(self.module(own, *positional, **named))
         return concatenate(results, axis, list(map(len, calls.rows)))
 
@@ -104,36 +111,88 @@ def concatenate(results: list[Any], axis: int, rows: list[int]) -> Any:
     return tree_map(join, *results)
 
 
+class Memory(TorchFunctionMode):
+    """Mode that knows the tensors which are computed from given ones alone, and so have no rows of a
+    chunk. watches: whether it looks at operations"""
+
+    def __init__(self, given: list[Tensor]) -> None:
+        super().__init__()
+        self.watches = True
+        self.known: dict[int, Tensor] = {}
+        self.add(given)
+
+    def add(self, tensors: list[Tensor]) -> list[Tensor]:
+        self.known.update((id(x), x) for x in tensors)
+        return tensors
+
+    def holds(self, *tensors: Tensor) -> bool:
+        return all(id(x) in self.known for x in tensors)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if not self.watches:
+            return results
+        inputs, outputs = (
+            [x for x in tree_leaves(values) if isinstance(x, Tensor)] for values in ((args, kwargs), results)
+        )
+        if inputs and self.holds(*inputs):
+            self.add(outputs)
+        else:
+            for x in outputs:  # also those that an operation in place returns
+                self.known.pop(id(x), None)
+        return results
+
+
 class Calls:
     """Attention calls of the module in :class:`Eager`: collects keys and values of previous chunks.
 
-    rows: of each chunk. index: of the chunk that runs. numbers: of its next calls
+    rows: of each chunk. is_recorded: whether a backward pass may follow. index: of the chunk that runs.
+    memory: tensors without rows of it. numbers: of the next calls whose keys are cut
     """
 
     index: int
+    memory: Memory
     numbers: Iterator[int]
 
     def __init__(self, dim: str, rows: list[range]) -> None:
-        self.dim, self.rows = dim, rows
+        self.dim, self.rows, self.is_recorded = dim, rows, torch.is_grad_enabled()
         self.keys: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the number of the call in a chunk
 
-    def begin(self, index: int) -> None:
-        """Begin a chunk."""
-        self.index, self.numbers = index, itertools.count()
+    def begin(self, index: int, uncut: list[Tensor]) -> None:
+        """Begin a chunk. uncut: tensors that all chunks read whole"""
+        self.index, self.memory, self.numbers = index, Memory(uncut), itertools.count()
 
     def run_chunk(
         self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any,
         options: Options,
     ) -> list[Tensor]:  # fmt: skip
         """Run attention of one chunk, with the arguments and results of `api.attention.run_call`."""
-        number = next(self.numbers)
-        plan = self._plan(query, key, plain_mask(mask), mesh)
+        if self.is_recorded:
+            _refuse_checkpoint()
+        of_memory = self.memory.holds(query, key)
+        self.memory.watches = False
+        try:
+            if not of_memory:
+                mask, key, value = self._cut(query, key, value, plain_mask(mask), mesh)
+            results = run_call(query, key, value, score_mod, mask, mesh, options)
+        finally:
+            self.memory.watches = True
+        return self.memory.add(results) if of_memory else results
+
+    def _cut(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, mesh: Any
+    ) -> tuple[Plan, Tensor, Tensor]:
+        """Return the plan of this chunk, and the keys and values that its queries read."""
+        of_memory = self.memory.holds(key)
+        names = ("batch",) if self.dim == "batch" else ("rows",) if of_memory else ("rows", "kv_rows")
+        plan = self._plan(ShardSizes.of(query, key), names, mask, mesh)
+        own, total = self.rows[self.index], len(self.rows)
         if self.dim == "batch":
-            own = self.rows[self.index]
-            part = plan.batch_rows(own.start * query.shape[0] // len(own), query.shape[0])
-        else:
-            part, key, value = self._add_keys(plan, self.keys.setdefault(number, []), key, value)
-        return run_call(query, key, value, score_mod, part, mesh, options)
+            first = own.start * query.shape[0] // len(own)
+            return plan.batch_rows(first, query.shape[0]), key, value
+        if of_memory:
+            return plan.part(self.index, total), key, value
+        return self._add_keys(plan, self.keys.setdefault(next(self.numbers), []), key, value)
 
     def _add_keys(
         self, plan: Plan, chunks: list[tuple[Tensor, Tensor]], key: Tensor, value: Tensor
@@ -146,7 +205,8 @@ class Calls:
             raise ChunkingError(
                 "block_mask lets queries of a chunk see keys of a later chunk, which Eager computes "
                 "afterwards: with dim='seq' pass a mask without later keys, as a causal one, or compute the "
-                "keys of all chunks before the attention"
+                "keys of all chunks before the attention (keys of a memory that all chunks see come from an "
+                "argument that is not split, a parameter or a buffer)"
             )
         chunks.append((key, value))
         count = prefixes(needs, total)[self.index]
@@ -154,9 +214,22 @@ class Calls:
         keys, values = zip(*chunks[:count], strict=True)
         return part, torch.cat(keys, 2), None if value is None else torch.cat(values, 2)
 
-    def _plan(self, query: Tensor, key: Tensor, mask: Any, mesh: Any) -> Plan:
-        """Return the plan of the whole call."""
-        sizes, own, whole = ShardSizes.of(query, key), len(self.rows[self.index]), self.rows[-1].stop
-        names = ("batch",) if self.dim == "batch" else ("rows", "kv_rows")
+    def _plan(self, sizes: ShardSizes, names: Iterable[str], mask: Any, mesh: Any) -> Plan:
+        """Return the plan of the whole call. names: of the sizes that are those of a chunk"""
+        own, whole = len(self.rows[self.index]), self.rows[-1].stop
         sizes = sizes._replace(**{name: getattr(sizes, name) * whole // own for name in names})
         return plan_cache.plan_for(mask, sizes, groups.group_of(mesh))
+
+
+def _refuse_checkpoint() -> None:
+    """Raise ChunkingError where a checkpoint inside the module runs the attention, to run it again in the
+    backward pass, where no chunk runs."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code is not Eager.forward.__code__:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise ChunkingError(
+                "a checkpoint inside the module of Eager runs an attention, which the backward pass would "
+                "compute again outside of its chunk: put the checkpoint around it, as in "
+                "checkpoint(Eager(module, ...), x)"
+            )
+        frame = frame.f_back

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tritoncp.chunking.sizes import free_symbols
 
@@ -61,6 +62,12 @@ def is_backward(node: Node) -> bool:
     if node.meta.get("partitioner_tag") == "is_backward":
         return True
     return "fwd_nn_module_stack" in node.meta or bool(node.meta.get("autograd_backward"))
+
+
+def is_recomputed(node: Node) -> bool:
+    """Return whether a checkpoint has a node of the forward pass computed again in the backward pass."""
+    again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+    return not is_backward(node) and node.meta.get("recompute") in again
 
 
 def describe_modules(graph: Graph) -> str:

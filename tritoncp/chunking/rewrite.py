@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from tritoncp.api.dynamo import batch_rows_op, part_op
 from tritoncp.chunking import attention, shared_attention, torch_attention
 from tritoncp.chunking.analysis import Cut
-from tritoncp.chunking.regions import is_backward
+from tritoncp.chunking.regions import is_backward, is_recomputed
 from tritoncp.chunking.report import ChunkingError, Report, describe_node, readable
 from tritoncp.chunking.sizes import Symbols, expression
 from tritoncp.chunking.step_graph import JOIN, KEEP, RETURN, SEND, StepGraph
@@ -224,8 +224,11 @@ class Rewrite(StepGraph):
         return tuple(args)
 
     def _part(self, node: Node, c: int) -> Node:
-        """Return the handle of the plan of a chunk."""
+        """Return the handle of the plan of a chunk; that of the whole for queries that are not cut, as those
+        of a memory, whose gradients are sums over chunks."""
         handle, q = attention.argument(node, "plan"), attention.argument(node, "q")
+        if not self.cut.carries(q):
+            return self.whole_node(handle)
         target: Any = part_op
         args: tuple[Any, ...]
         if self.cut.dim == "batch":
@@ -242,10 +245,12 @@ class Rewrite(StepGraph):
 
     def first_keys(self, x: Node, count: int, node: Node) -> Node:
         """Return the first chunks of keys or values, concatenated. The backward pass concatenates them again,
-        so that only the chunks are kept for it."""
-        stage = self.stage_of(node)
+        so that only the chunks are kept for it, or nothing in a checkpoint that computes them again."""
         if count == self.sizes.chunks and x not in self.cut.copied:
             return self.whole_node(x)
+        stage = self.stage_of(node)
+        if is_recomputed(x) and not is_backward(node):
+            stage |= {name: x.meta[name] for name in ("recompute", "ac_graph_id") if name in x.meta}
         pieces = [self.chunk_node(x, c) for c in range(count)]
         key = "keys", x, count, is_backward(node)
         cut = self.sizes.cut(x.meta["val"], range(count))

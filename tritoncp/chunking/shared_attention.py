@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import SequenceKey
 
 from tritoncp.chunking import attention
+from tritoncp.chunking.regions import is_recomputed
 from tritoncp.chunking.sizes import expression
 from tritoncp.chunking.step_graph import RETURN, SEND
 from tritoncp.ops.graph.key_exchange import (
@@ -103,10 +104,13 @@ def _stage(node: Node) -> dict[str, Any]:
 
 def _exchange(rewrite: Any, node: Node, op: Any, args: tuple[Any, ...]) -> Node:
     """Add a message, whose number of rows is unknown before the run, and the wait for it. Tags keep both in
-    their pass: without, partitioners would put them in every pass that can run them."""
+    their pass: without, partitioners would put them in every pass that can run them. The exchange of an
+    attention that a checkpoint computes again has none, since it runs in both passes."""
     env, sizes = rewrite.sizes.env, rewrite.sizes
-    tag = "must_be_in_backward" if node.target is attention.backward_op else "must_be_in_forward"
-    stage = _stage(node) | {"partitioner_tag": tag}
+    stage = _stage(node)
+    if not is_recomputed(node):
+        of_pass = "backward" if node.target is attention.backward_op else "forward"
+        stage["partitioner_tag"] = f"must_be_in_{of_pass}"
     with env.ignore_fresh_unbacked_symbols():
         message = rewrite.add_call(op, args, stage)
     symbol = message.meta["val"].shape[0].node.expr
