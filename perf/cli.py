@@ -237,9 +237,7 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str) -> None:
             f"no measurement in {', '.join(map(str, places))}: `tritoncp perf run` writes there; a history "
             "elsewhere is an argument, as in `tritoncp perf dashboard FOLDER`"
         )
-    if trends.ruptures is None:
-        click.echo(trends.MISSING, err=True)
-    out.write_text(page(history, repo_url), encoding="utf-8")
+    out.write_text(page(history, repo_url, trends.read_acceptances(places)), encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
 
 

@@ -12,7 +12,7 @@ import click
 from tritoncp.command_base import INTERRUPTED as INTERRUPTED
 
 FINE, REGRESSION, BAD_INPUT, NOTHING_MEASURED = range(4)
-PAGE_PACKAGES = ("bokeh", "jinja2", "numpy", "ruptures", "scipy")
+PAGE_PACKAGES = ("bokeh", "jinja2", "numpy", "scipy")
 
 EPILOG = (
     "Exit codes: 0 fine; 1 a regression (slower than allowed, failing, wrong, or not measured again); 2 bad "

@@ -8,10 +8,11 @@ from urllib.parse import urlencode
 
 from tritoncp.perf.dashboard import shell, trends
 from tritoncp.perf.dashboard.shell import percent
-from tritoncp.perf.dashboard.trends import Trend
+from tritoncp.perf.dashboard.trends import Change, Trend
 from tritoncp.perf.records.history import Point
 
 CLASSES = {"fails now": "worse", "fails still": "worse", "slower": "worse", "faster": "better"}
+CLASSES |= dict.fromkeys(("likely slower", "measure again", "likely faster"), "unsure")
 
 
 def day_of(point: Point) -> str:
@@ -25,16 +26,35 @@ def commit_text(point: Point) -> str:
     return commit[:10] + "+" * commit.endswith("+") if re.fullmatch(r"[0-9a-f]{40}\+?", commit) else commit
 
 
-def commit_range(points: Sequence[Point], at: int, repository: str) -> tuple[str, str]:
-    """Return (commits from the point before ``at`` to that at ``at``, web address that compares them or
-    "")."""
-    last, first = points[max(0, at - 1)], points[at]
-    before, after = (str(point.env.get("commit", "")).removesuffix("+") for point in (last, first))
-    if before == after:
-        return commit_text(first), ""
+def since_text(points: Sequence[Point], change: Change) -> str:
+    """Return the commit that made a change, or the first and the last one of those that can have."""
+    first, last = (commit_text(points[at]) for at in (change.first, change.last))
+    if first == last:
+        return first
+    commits = dict.fromkeys(commit_text(point) for point in points[change.first : change.last + 1])
+    return f"{first} {'or' if len(commits) == 2 else '…'} {last}"
+
+
+def advice_text(points: Sequence[Point], change: Change) -> str:
+    """Say which runs would make a change certain, or tell which commit made it."""
+    if change.certain and change.first == change.last:
+        return ""
+    first, at, last = (commit_text(points[i]) for i in (change.first, change.at, change.last))
+    measured = [at] if first == last else list(dict.fromkeys((at, last if at == first else first)))
+    return f"to be certain, measure {' and '.join(measured)} again"
+
+
+def compare_address(points: Sequence[Point], first: int, last: int, repository: str) -> str:
+    """Return the web address that compares the commit before point ``first`` with that of ``last``, or ""."""
+    ends = points[max(0, first - 1)], points[last]
+    before, after = (str(point.env.get("commit", "")).removesuffix("+") for point in ends)
     linked = repository and all(re.fullmatch("[0-9a-f]{7,64}", commit) for commit in (before, after))
-    address = f"{repository.rstrip('/')}/compare/{before}...{after}" if linked else ""
-    return f"{commit_text(last)} … {commit_text(first)}", address
+    return f"{repository.rstrip('/')}/compare/{before}...{after}" if linked and before != after else ""
+
+
+def commit_before(points: Sequence[Point], at: int) -> str:
+    """Return the commit that was measured before a point."""
+    return commit_text(points[max(0, at - 1)])
 
 
 def address_of(point: Point) -> str:
@@ -49,7 +69,7 @@ def address_of(point: Point) -> str:
 
 def status_class(trend: Trend) -> str:
     status = trend.newest.status
-    return "unsure" if status.startswith("maybe") else CLASSES.get(status, "faint")
+    return CLASSES.get(status, "faint")
 
 
 def format_causes(points: Sequence[Point], at: int) -> str:
@@ -70,7 +90,10 @@ def baseline_moves(points: Sequence[Point], at: int) -> list[str]:
 
 shell.TEMPLATES.filters.update(day=day_of, commit=commit_text, kind=status_class, address=address_of)
 shell.TEMPLATES.globals.update(
-    commit_range=commit_range,
+    since_text=since_text,
+    advice_text=advice_text,
+    compare_address=compare_address,
+    commit_before=commit_before,
     format_causes=format_causes,
     baseline_moves=baseline_moves,
 )

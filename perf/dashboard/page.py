@@ -16,9 +16,9 @@ from bokeh.models import ColumnDataSource, CustomJS
 
 from tritoncp._version import __version__
 from tritoncp.perf.dashboard import charts, shell, trends
-from tritoncp.perf.dashboard.case_details import commit_text, day_of, status_class
+from tritoncp.perf.dashboard.case_details import commit_text, day_of, since_text, status_class
 from tritoncp.perf.dashboard.compare import group_points
-from tritoncp.perf.dashboard.trends import STATUSES, Trend
+from tritoncp.perf.dashboard.trends import STATUSES, Acceptance, Change, Trend
 from tritoncp.perf.records.history import History, Point
 
 
@@ -31,29 +31,32 @@ class Run(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A change of a case at one of its points. ratio: after / before, None for a failure; sure: whether it is
-    a change of level or beyond the noise"""
+    """A change of level of a case, or, without a change, a failure at one of its points. ratio: after /
+    before, None for a failure"""
 
     trend: Trend
     at: int
-    before: float
     after: float | None
-    sure: bool
+    change: Change | None = None
 
     @property
     def ratio(self) -> float | None:
-        return None if self.after is None else self.after / self.before
+        return self.change.ratio if self.change else None
 
     @property
     def kind(self) -> str:
         """The class of its text."""
-        return "unsure" if not self.sure else "worse" if (self.ratio or 2) > 1 else "better"
+        if self.change and not self.change.certain:
+            return "unsure"
+        return "worse" if (self.ratio or 2) > 1 else "better"
 
 
-def page(history: History, repository: str = "") -> str:
-    """Make the page, as HTML. repository: the web address to which commits are linked."""
+def page(history: History, repository: str = "", acceptances: Sequence[Acceptance] = ()) -> str:
+    """Make the page, as HTML. repository: the web address to which commits are linked; acceptances: slower
+    levels that somebody accepts"""
     runs, lines = order_by_runs(history.points)
-    all_trends = sorted(map(trends.find_trend, lines), key=lambda trend: trend.urgency)
+    found = (trends.find_trend(points, acceptances) for points in lines)
+    all_trends = sorted(found, key=lambda trend: trend.urgency)
     families = sorted({name for points in lines for point in points for name in point.baselines()})
     points = ColumnDataSource(charts.collect_points(all_trends, runs, families))
     # The points of the selected case, which the page's script sets.
@@ -118,30 +121,32 @@ def list_devices(all_trends: Sequence[Trend], runs: dict[str, Run]) -> list[Devi
         of_device = [trend for trend in all_trends if str(trend.points[-1].series) == device]
         newest = max((trend.points[-1].run for trend in of_device), key=[*runs].index)
         measured = sum(trend.points[-1].run == newest for trend in of_device)
-        counts = Counter((status_class(trend), trend.newest.status) for trend in of_device)
+        counts = Counter((status_class(trend), _status_text(trend)) for trend in of_device)
         statuses = [(*kind, count) for kind, count in counts.items()]
         rows.append(DeviceRow(device, runs[newest], measured, len(of_device), statuses))
     return rows
 
 
+def _status_text(trend: Trend) -> str:
+    """Return the status, with the commit since which it is so."""
+    status, change = trend.newest.status, trend.newest.since
+    return f"{status} since {since_text(trend.points, change)}" if change else status
+
+
 def _list_notes(history: History) -> list[str]:
-    notes = [] if trends.ruptures else [trends.MISSING]
-    notes += [f"{len(history.problems)} lines could not be read"] if history.problems else []
+    notes = [f"{len(history.problems)} lines could not be read"] if history.problems else []
     return [*notes, *map(str, history.problems[:50])]
 
 
 def list_events(all_trends: Sequence[Trend]) -> list[Event]:
-    """List changes of level, changes of the newest run, and failures: the newest first, then by size."""
+    """List changes of level and failures: the newest first, then by size."""
     events = []
     for trend in all_trends:
-        points, newest, end = trend.points, trend.newest, len(trend.points) - 1
-        events += [Event(trend, change.at, change.before, change.after, True) for change in trend.changes]
+        points = trend.points
+        events += [Event(trend, change.at, change.after, change) for change in trend.changes]
         for i, (before, after) in enumerate(pairwise(points), 1):
             if before.ms and not after.ms:
-                events.append(Event(trend, i, before.ms, None, True))
-        if newest.ratio and newest.status in ("slower", "faster", "maybe slower", "maybe faster"):
-            ms = points[end].ms or 0.0
-            events.append(Event(trend, end, ms / newest.ratio, ms, not newest.status.startswith("maybe")))
+                events.append(Event(trend, i, None))
 
     def size(event: Event) -> float:
         return math.inf if event.ratio is None else abs(math.log(event.ratio))

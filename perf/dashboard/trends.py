@@ -1,60 +1,67 @@
-"""Trends of cases over runs: change points, their possible causes, and the newest time against its level.
+"""Trends of cases over runs: changes of level with the commits that made them, their possible causes, and the
+present level against the one before it.
 
-The series of logarithms of times, without outliers, is split where that lowers the sum of squares around the
-pieces' means by more than a penalty (PELT, arXiv 1101.1438, by ruptures). The penalty was chosen by
-simulation, see tests/perf/dashboard/test_trends.py: with 1 % noise and 2 % of points 10 to 30 % too slow, 120
-points, a step of 3 % is detected within 3 points in 99 of 100 series, and 2 in 1000 flat series are split.
+The changes are those of `levels.find_steps`; a change is open until the level returns, or until somebody
+accepts it in the file ACCEPTED beside the history.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
-from scipy.special import stdtrit
-
+from tritoncp.perf.dashboard.levels import LEAST, Step, find_steps
+from tritoncp.perf.exit_codes import InputError
 from tritoncp.perf.records.history import ATTRIBUTES, Point
 
-try:
-    import ruptures
-except ImportError:  # releases up to 1.1.10 do not support Python 3.14
-    ruptures = None
-
-MISSING = (  # text of the page without ruptures
-    "Changes of level are not detected, since the package ruptures is not installed (there is no release for "
-    "Python 3.14): make the page with Python 3.11 to 3.13 and pip install ruptures."
-)
-WINDOW = 9  # points of the running median
-CLIP = 2.0  # standard deviations from the running median, beyond which points are clipped
-LEAST_POINTS = 5  # least points of a piece
-PENALTY = 4.0  # smallest gain of a cut, in variances times log(points)
-LEAST = 0.01  # smallest relative change of the level that is reported
-NEAR = 3  # points before and after a change that are searched for causes
-LEAST_BEFORE = 4  # least points of a level for a sure verdict on the newest one
-CONFIDENCE = 0.99  # level of the interval around the newest point's ratio to its level
-GROSS = 6.0  # robust standard deviations from the median, beyond which points are left out of the noise
-LARGE = 0.1  # relative change that is reported even if it is not sure, by noise or too few points
-# Most urgent first. "maybe": a large change that noise, or too few points, may explain
+ACCEPTED = "accepted.txt"  # lines of a case, a commit and a reason
+NEAR = 3  # points before and after a change that are searched for causes; commits for which "faster" is news
+# Most urgent first. "measure again": the newest runs differ, and are too few to be sure
 STATUSES = (
-    *("fails now", "slower", "maybe slower", "fails still", "faster", "maybe faster", "as before"),
-    "first run",
+    *("fails now", "slower", "likely slower", "measure again", "fails still", "accepted"),
+    *("faster", "likely faster", "as before", "first run"),
 )
+
+
+class Acceptance(NamedTuple):
+    """A slower level that somebody accepts, since a commit. case: a name or a pattern"""
+
+    case: str
+    commit: str
+    reason: str
+
+    def holds(self, point: Point) -> bool:
+        """Whether it is about this point's case and commit."""
+        is_case = self.case == point.case or fnmatch.fnmatchcase(point.case, self.case)
+        return is_case and str(point.env.get("commit", "")).startswith(self.commit)
 
 
 class Change(NamedTuple):
-    """A new level from point ``at`` on; before and after are medians, in the unit of the series."""
+    """A new level from point ``at`` on, at the first run of its commit; before and after are medians.
 
+    first, last: the first runs of the earliest and the latest commit that can have made it
+    """
+
+    first: int
     at: int
+    last: int
     before: float
     after: float
+    certain: bool
 
     @property
     def ratio(self) -> float:
         return self.after / self.before
+
+    @property
+    def status(self) -> str:
+        word = "slower" if self.ratio > 1 else "faster"
+        return word if self.certain else f"likely {word}"
 
 
 class Cause(NamedTuple):
@@ -67,21 +74,22 @@ class Cause(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """The newest time divided by the level before it, and the interval of that ratio; None if unknown.
+    """The present level divided by the level before it, None if unknown.
 
-    status: one of STATUSES; earlier: number of points in the level before it
+    status: one of STATUSES; since: the change that made it so; reason: why it is accepted; runs: number of
+    runs before and of those since
     """
 
     status: str
-    earlier: int
     ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
+    since: Change | None = None
+    reason: str = ""
+    runs: tuple[int, int] = (0, 0)
 
 
 class Trend(NamedTuple):
-    """The trend of a case on one series: points in order of time, changes of level, comparison of the newest
-    point. loss: the present level divided by the lowest earlier one, at least 1"""
+    """The trend of a case on one series: points in order of time, changes of level, comparison of the present
+    level. loss: the present level divided by the lowest earlier one, at least 1"""
 
     points: list[Point]
     changes: list[Change]
@@ -90,111 +98,143 @@ class Trend(NamedTuple):
 
     @property
     def urgency(self) -> tuple[float, ...]:
-        """Sort key: new failures, slower cases by ratio, old failures, cases slower than their best level,
-        then by distance below the goal."""
+        """Sort key: new failures, slower cases by ratio, likely slower ones, those to measure again, old
+        failures, cases slower than their best level, then by distance below the goal."""
         last, newest = self.points[-1], self.newest
-        slower = newest.status in ("slower", "maybe slower")
-        groups = newest.status == "fails now", slower, newest.status == "fails still", self.loss > 1
-        group = next((i for i, member in enumerate(groups) if member), len(groups))
-        size = (newest.ratio or 1.0) if slower else self.loss
+        group = STATUSES.index(newest.status)
+        if group > STATUSES.index("fails still"):
+            group = STATUSES.index("accepted") + (self.loss == 1)
+        size = (newest.ratio or 1.0) if "slower" in newest.status else self.loss
         return group, -size, last.worst or math.inf
 
 
-def find_trend(points: Sequence[Point]) -> Trend:
-    """Find the changes of a case, whose points are in order of time, and compare its newest one."""
+def read_acceptances(places: Iterable[Path]) -> list[Acceptance]:
+    """Read the files ACCEPTED in folders, or beside files, of a history. Raises InputError for a line without
+    a commit or a reason."""
+    acceptances = []
+    for folder in dict.fromkeys(place if place.is_dir() else place.parent for place in places):
+        path = folder / ACCEPTED
+        for number, text in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
+            words = text.split(maxsplit=2)
+            if not words or words[0].startswith("#"):
+                continue
+            if len(words) < 3 or len(words[1]) < 4:
+                raise InputError(
+                    f"{path}:{number}: {text!r} is not a case, at least four digits of a commit, and a "
+                    "reason: write 'causal-16k-fwd 1a2b3c4d checks its bounds now'"
+                )
+            acceptances.append(Acceptance(*words))
+    return acceptances
+
+
+def find_trend(points: Sequence[Point], acceptances: Sequence[Acceptance] = ()) -> Trend:
+    """Find the changes of a case, whose points are in order of time, and compare its present level."""
     timed = [i for i, point in enumerate(points) if point.ms]
-    times = [points[i].ms or 1.0 for i in timed]
-    changes = find_changes(times)
+    times = [point.ms for point in points if point.ms]
+    blocks = number_blocks([points[i] for i in timed])
+    steps = find_steps(times, blocks)
+    likely = [step for step in steps if step.likely]
+    changes = _make_changes(times, blocks, likely) if likely else []
     if points[-1].ms:
-        newest = compare_newest(times, changes)
+        newest = _compare_newest([points[i] for i in timed], blocks, steps, changes, acceptances)
     else:
-        newest = Newest("fails now" if len(points) > 1 and points[-2].ms else "fails still", 0)
+        newest = Newest("fails now" if len(points) > 1 and points[-2].ms else "fails still")
     lowest = min((change.before for change in changes), default=math.inf)
     loss = max(1.0, changes[-1].after / lowest) if changes else 1.0
-    return Trend([*points], [change._replace(at=timed[change.at]) for change in changes], newest, loss)
+    return Trend(
+        [*points], [_renumber(change, timed) for change in changes], _renumber_newest(newest, timed), loss
+    )
 
 
-def find_changes(values: Sequence[float]) -> list[Change]:
-    """Find the changes of level in positive numbers, in order; none without the package ruptures.
+def number_blocks(points: Sequence[Point]) -> list[int]:
+    """Number the blocks of successive points: those of one commit, with the same versions and driver. Without
+    a commit each point is a block.
 
-    >>> find_changes([1.0, 1.01, 0.99, 1.0, 1.01, 1.0, 1.1, 1.11, 1.1, 1.09, 1.1, 1.1])
-    [Change(at=6, before=1.0, after=1.1)]
+    >>> from tritoncp.perf.records.history import Series
+    >>> envs = [{"commit": "a"}, {"commit": "a"}, {"commit": "b"}, {"commit": "b", "driver": "1"}, {}, {}]
+    >>> number_blocks([Point("r", "t", "c", Series("d"), env, {}) for env in envs])
+    [0, 0, 1, 2, 3, 4]
     """
-    if ruptures is None or len(values) < 2 * LEAST_POINTS:
-        return []
-    logs = np.log(np.asarray(values, dtype=np.float64))
-    noise = max(_estimate_noise(logs), LEAST / 20)
-    level = _running_median(logs)
-    clean = level + np.clip(logs - level, -CLIP * noise, CLIP * noise)
-    search = ruptures.KernelCPD(kernel="linear", min_size=LEAST_POINTS).fit(clean[:, None] / noise)
-    ends = search.predict(pen=PENALTY * np.log(len(logs)))
-    return _merge_pieces(np.asarray(values), [0, *ends])
+    blocks: list[int] = []
+    for before, point in pairwise([None, *points]):
+        names = (*ATTRIBUTES, "sources")
+        same = (
+            before and point.env.get("commit") and all(before.env.get(n) == point.env.get(n) for n in names)
+        )
+        blocks.append((blocks[-1] + (not same)) if blocks else 0)
+    return blocks
 
 
-def compare_newest(values: Sequence[float], changes: Sequence[Change] = ()) -> Newest:
-    """Compare the newest of some positive numbers with the numbers before it, since the last of ``changes``.
-
-    A change of level is detected after LEAST_POINTS; this compares the newest value at once with the values
-    before it. In logarithms, with m the mean and s the standard deviation of the n values before it, the next
-    value of the same level and a normal noise lies with probability 1 - a within
-
-        m ± t(1 - a/2; n - 1) · s · √(1 + 1/n)
-
-    (a prediction interval for one observation: Hahn and Meeker, Statistical Intervals, 1991, chapter 4).
-    Values farther than GROSS · 1.4826 · MAD (the median distance from the median) from the median of the n
-    are left out first, so that a disturbed value neither moves the level nor widens the interval. The
-    newest is slower if it is above the interval and by more than LEAST above the level. A change by more
-    than LARGE that is not sure, or has fewer than LEAST_BEFORE values before it, is a "maybe".
-
-    >>> compare_newest([1.0, 1.01, 0.99, 1.0, 1.01, 1.15]).status, compare_newest([1.0, 1.0, 1.6]).status
-    ('slower', 'maybe slower')
-    """
-    start = changes[-1].at if changes else 0
-    *earlier, newest = np.log(np.asarray(values[start:], dtype=np.float64))
-    if not earlier:
-        return Newest("first run", 0)
-    level, noise, count = _estimate_level(np.asarray(earlier))
-    distance = float(newest) - level
-    word = "slower" if distance > 0 else "faster"
-    unsure = f"maybe {word}" if abs(distance) > math.log1p(LARGE) else "as before"
-    if len(earlier) < LEAST_BEFORE:
-        return Newest(unsure, count, math.exp(distance))
-    width = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * noise * math.sqrt(1 + 1 / count)
-    sure = abs(distance) > max(width, math.log1p(LEAST))
-    low, ratio, high = (math.exp(distance + side * width) for side in (-1, 0, 1))
-    return Newest(word if sure else unsure, count, ratio, low, high)
+def _make_changes(times: Sequence[float], blocks: Sequence[int], steps: Sequence[Step]) -> list[Change]:
+    """Return the changes between the medians of the pieces that surely lie between steps."""
+    changes = []
+    starts = [0, *(blocks.index(step.last) for step in steps)]
+    ends = [*(blocks.index(step.first) for step in steps), len(times)]
+    medians = [statistics.median(times[a : max(b, a + 1)]) for a, b in zip(starts, ends)]
+    for step, (before, after) in zip(steps, pairwise(medians)):
+        first, at, last = map(blocks.index, (step.first, step.best, step.last))
+        if abs(math.log(after / before)) >= LEAST / 2 and (after > before) == step.up:
+            changes.append(Change(first, at, last, before, after, step.certain))
+    return changes
 
 
-def _estimate_level(logs: np.ndarray) -> tuple[float, float, int]:
-    """Return mean, standard deviation and count of the values that are not grossly away from their median."""
-    distances, least_noise = np.abs(logs - np.median(logs)), LEAST / 20
-    inliers = logs[distances <= GROSS * max(1.4826 * float(np.median(distances)), least_noise)]
-    deviation = float(inliers.std(ddof=1)) if len(inliers) > 1 else 0.0
-    return float(inliers.mean()), max(deviation, least_noise), len(inliers)
+def _compare_newest(
+    points: Sequence[Point],
+    blocks: Sequence[int],
+    steps: Sequence[Step],
+    changes: Sequence[Change],
+    acceptances: Sequence[Acceptance],
+) -> Newest:
+    """Compare the present level with the one before it, and the newest block with the present level."""
+    times = [point.ms or 1.0 for point in points]
+    if len(times) == 1:
+        return Newest("first run")
+
+    def since(status: str, change: Change, reason: str = "") -> Newest:
+        start = max((other.last for other in changes if other.at < change.at), default=0)
+        runs = change.first - start, len(times) - change.last
+        return Newest(status, changes[-1].after / change.before, change, reason, runs)
+
+    doubts = [step for step in steps if not step.likely and step.last > blocks[-1] - NEAR]
+    accepted = Newest("as before")
+    for change in reversed(_find_open(changes)):
+        makers = [points[i] for i in (change.first, change.at, change.last)]
+        reason = next((a.reason for a in acceptances if any(map(a.holds, makers))), "")
+        if not reason:
+            return since(change.status, change)
+        accepted = since("accepted", change, reason)
+    if doubts:
+        at = blocks.index(doubts[-1].first)
+        start = max((change.last for change in changes if change.last < at), default=0)
+        ratio = statistics.median(times[blocks.index(doubts[-1].best) :]) / statistics.median(times[start:at])
+        return Newest("measure again", ratio, runs=(at - start, len(times) - at))
+    if accepted.reason:
+        return accepted
+    if changes and changes[-1].ratio < 1 and blocks[changes[-1].at] > blocks[-1] - NEAR:
+        return since(changes[-1].status, changes[-1])
+    start, at = changes[-1].last if changes else 0, blocks.index(blocks[-1])
+    if at <= start:  # one commit
+        at = len(times) - 1
+    ratio = statistics.median(times[at:]) / statistics.median(times[start:at] or times[at:])
+    return Newest("as before", ratio, runs=(at - start, len(times) - at))
 
 
-def _estimate_noise(logs: np.ndarray) -> float:
-    """Estimate the noise as the median difference of neighbours, over √2, on which steps and outliers have
-    little effect."""
-    return float(1.4826 * np.median(np.abs(np.diff(logs))) / np.sqrt(2))
+def _find_open(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes to a slower level from which the level has not returned."""
+    return [
+        change
+        for i, change in enumerate(changes)
+        if change.ratio > 1 and min(later.after for later in changes[i:]) > change.before * (1 + LEAST)
+    ]
 
 
-def _running_median(x: np.ndarray) -> np.ndarray:
-    """Return the running median, with mirrored ends (the end points are not repeated, so that an outlier
-    there counts once)."""
-    width = min(WINDOW, len(x) - (len(x) + 1) % 2)
-    padded = np.pad(x, width // 2, mode="reflect")
-    return np.median(sliding_window_view(padded, width), axis=1)
+def _renumber(change: Change, timed: Sequence[int]) -> Change:
+    """Return a change of the points that have a time as one of all points."""
+    return change._replace(first=timed[change.first], at=timed[change.at], last=timed[change.last])
 
 
-def _merge_pieces(values: np.ndarray, edges: list[int]) -> list[Change]:
-    """Return the changes between pieces, after merging neighbours that differ by less than LEAST."""
-    while True:
-        medians = [float(np.median(values[a:b])) for a, b in pairwise(edges)]
-        sizes = [abs(np.log(after / before)) for before, after in pairwise(medians)]
-        if not sizes or min(sizes) >= LEAST:
-            return [Change(int(at), *pair) for at, *pair in zip(edges[1:], medians, medians[1:])]
-        del edges[1 + int(np.argmin(sizes))]
+def _renumber_newest(newest: Newest, timed: Sequence[int]) -> Newest:
+    return newest._replace(since=newest.since and _renumber(newest.since, timed))
 
 
 def find_causes(points: Sequence[Point], at: int) -> list[Cause]:

@@ -45,7 +45,7 @@ OUTSIDE = {  # packages that a layer may import, besides the standard library
     "api": {"torch", "rich"},
     "chunking": {"torch", "sympy"},
     "command_base": {"click", "rich"},
-    "perf": {"torch", "triton", "click", "rich", "bokeh", "jinja2", "numpy", "ruptures", "scipy"},
+    "perf": {"torch", "triton", "click", "rich", "bokeh", "jinja2", "numpy", "scipy"},
     "edge": {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops", "transformers",
              "torchtitan"},
 }  # fmt: skip
@@ -166,7 +166,7 @@ def test_no_module_imports_itself_through_others():
     assert not circle, "circle of imports: " + " -> ".join(circle)
 
 
-HEAVY = {"scipy", "bokeh", "ruptures"}
+HEAVY = {"scipy", "bokeh"}
 BENCHMARK = "tritoncp.perf.run, tritoncp.perf.suite.measure, tritoncp.perf.suite.host_cases"
 
 

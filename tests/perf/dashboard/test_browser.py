@@ -38,7 +38,7 @@ def address(tmp_path_factory) -> str:
             times = 2.0 * np.random.default_rng(seed).lognormal(0, 0.01, 40)
             times[25:] *= 1.08 if mask == "window" else 1.0
             points += line(f"{mask}-{which}", times, envs=envs, tags=tags(mask, which), flex=2.6)
-    points += line("slow", [1.0] * 39 + [1.4], envs=envs, series=H100, tags=tags(dtype="float16"))
+    points += line("slow", [1.0] * 30 + [1.4] * 10, envs=envs, series=H100, tags=tags(dtype="float16"))
     points += line("broken", [1.0] * 39 + [None], envs=envs, tags=tags())
     points += line("<b onclick=alert(1)>bold</b>", [1.0] * 12, tags=tags(model="<i>Llama</i>"))
     path = tmp_path_factory.mktemp("page") / "dashboard.html"

@@ -4,7 +4,7 @@ import re
 
 from tests.perf.synthetic_history import ENV, H100, H200, line, perf, tags, write
 from tritoncp.perf.dashboard import trends
-from tritoncp.perf.dashboard.case_details import commit_range
+from tritoncp.perf.dashboard.case_details import compare_address, since_text
 from tritoncp.perf.dashboard.page import list_devices, list_events, order_by_runs, page
 from tritoncp.perf.records.history import History, Point
 
@@ -19,24 +19,24 @@ def devices(points: list[Point]) -> list[str]:
 
 
 def test_a_partial_run_is_named_as_one_and_a_case_that_it_slowed_is_counted():
-    """A run that measured 4 of 42 cases, one of them 1.6 times slower, after two full runs."""
-    points = [p for i in range(42) for p in line(f"case-{i}", [1.0, 1.0, 1.6 if i == 7 else 1.0])]
-    points = [p for p in points if p.run != "run2" or p.case in ("case-5", "case-6", "case-7", "case-8")]
+    """A run that measured 4 of 42 cases, one of them 1.6 times slower, after five full runs."""
+    points = [p for i in range(42) for p in line(f"case-{i}", [1.0] * 5 + [1.6 if i == 7 else 1.0])]
+    points = [p for p in points if p.run != "run5" or p.case in ("case-5", "case-6", "case-7", "case-8")]
     (row,) = devices(points)
-    assert "4 of 42" in row and "1 maybe slower" in row
+    assert "4 of 42" in row and "1 measure again" in row
     assert '<span class="unsure">4 of 42</span>' in page(History(points, []))
 
 
 def test_a_regression_is_seen_until_its_case_is_measured_again():
     """The run after the regression measured other cases."""
-    slow, other = line("slow", [1.0] * 6 + [1.3]), line("other", [1.0] * 8)
+    slow, other = line("slow", [1.0] * 6 + [1.3] * 6), line("other", [1.0] * 14)
     (row,) = devices(slow + other)
-    assert "1 slower" in row and "1 of 2" in row
+    assert f"1 slower since {6:04x}000000" in row and "1 of 2" in row
 
 
 def test_the_worst_device_comes_first_and_says_what_is_worst():
     fine = line("fine", [1.0] * 6, H100)
-    bad = [*line("slow", [1.0] * 6 + [1.2]), *line("fails", [1.0] * 6 + [None]), *line("new", [1.0])]
+    bad = [*line("slow", [1.0] * 6 + [1.2] * 6), *line("fails", [1.0] * 6 + [None]), *line("new", [1.0])]
     first, second = devices(fine + bad)
     assert str(H200) in first and first.index("1 fails now") < first.index("1 slower") < first.index(
         "first run"
@@ -46,22 +46,24 @@ def test_the_worst_device_comes_first_and_says_what_is_worst():
 
 def test_changes_are_newest_first_with_commits_and_what_else_changed():
     envs = [ENV | {"commit": f"{i:040x}", "driver": "550" if i < 30 else "560"} for i in range(60)]
-    points = line("step", [1.0] * 30 + [1.1] * 30, envs=envs) + line("last", [1.0] * 59 + [1.3], envs=envs)
+    points = line("step", [1.0] * 30 + [1.1] * 30, envs=envs) + line(
+        "last", [1.0] * 54 + [1.3] * 6, envs=envs
+    )
     points += line("broke", [1.0] * 40 + [None] * 20, envs=envs)
     _, lines = order_by_runs(points[::-1])
     all_trends = [trends.find_trend(points_of_case) for points_of_case in lines]
     events = list_events(all_trends)
-    assert [(e.trend.points[0].case, e.at) for e in events] == [("last", 59), ("broke", 40), ("step", 30)]
+    assert [(e.trend.points[0].case, e.at) for e in events] == [("last", 54), ("broke", 40), ("step", 30)]
     repository = "https://github.com/owner/project"
-    text, href = commit_range(events[2].trend.points, 30, repository)
-    assert (
-        href == f"{repository}/compare/{29:040x}...{30:040x}"
-        and text == f"{29:040x}"[:10] + " … " + f"{30:040x}"[:10]
-    )
+    step = events[2]
+    href = compare_address(step.trend.points, step.change.first, step.change.last, repository)
+    last = step.change.last
+    assert href == f"{repository}/compare/{29:040x}...{last:040x}"
+    assert since_text(step.trend.points, step.change).startswith(f"{30:040x}"[:10])
     described = re.sub(r"<[^>]+>", "", page(History(points, [])))
     assert "+10.0 %, slower" in described and "driver 550 → 560" in described
     assert "Baselines in the same runs: flex +0.0 %" in described
-    assert commit_range(events[2].trend.points, 30, "")[1] == ""
+    assert compare_address(step.trend.points, 30, 30, "") == ""
 
 
 def test_nothing_of_a_history_can_become_markup():
@@ -86,11 +88,16 @@ def test_the_command_writes_the_page_and_names_broken_lines(tmp_path):
     assert out.read_text().startswith("<!doctype html>") and "1 lines could not be read" in out.read_text()
 
 
-def test_without_ruptures_the_page_is_made_and_says_what_is_missing(monkeypatch):
-    """As on Python 3.14, for which ruptures has no release."""
-    monkeypatch.setattr(trends, "ruptures", None)
-    html = page(History(line("c", [1.0] * 30 + [1.1] * 30), []))
-    assert "Python 3.14" in html and trends.find_changes([1.0] * 30 + [1.1] * 30) == []
+def test_accepted_changes_are_read_beside_the_history(tmp_path):
+    write(tmp_path / "a.jsonl", slow=[1.0] * 10 + [1.2] * 10)
+    out = tmp_path / "page.html"
+    assert perf("dashboard", tmp_path, "-o", out).exit_code == 0
+    assert f"1 slower since {10:04x}000000" in out.read_text()
+    (tmp_path / "accepted.txt").write_text(f"slow {10:04x}000 sums in float32 now\n")
+    assert perf("dashboard", tmp_path / "a.jsonl", "-o", out).exit_code == 0
+    assert "1 accepted" in out.read_text() and "accepted: sums in float32 now" in out.read_text()
+    (tmp_path / "accepted.txt").write_text("slow\n")
+    assert perf("dashboard", tmp_path, "-o", out).exit_code == 2
 
 
 def test_a_comparison_has_its_page(tmp_path):

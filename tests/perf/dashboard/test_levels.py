@@ -1,0 +1,84 @@
+"""The law of steps: over drawn histories no other commit is named, and the right one soon is."""
+
+import numpy as np
+import pytest
+
+from tests.perf.dashboard import rivals
+from tests.perf.dashboard.drawn_histories import Named, draw, judge
+from tritoncp.perf.dashboard.levels import find_steps
+
+
+def ours(times: np.ndarray, commits: np.ndarray) -> list[Named]:
+    steps = find_steps(times.tolist(), commits.tolist())
+    return [(step.first, step.last, step.up) for step in steps if step.likely]
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_no_other_commit_is_named_and_the_right_one_is_within_three_runs(steps, count):
+    found = judge(ours, [draw(seed, steps) for seed in range(count)])
+    print(dict(found))
+    assert found["wrong"] == 0 and found["right"] >= 0.95 * found["asked"], found
+    assert found["exact"] >= 0.6 * found["asked"], "a set of commits is the exception"
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.long)])
+def test_histories_without_a_step_have_none(count):
+    found = judge(ours, [draw(seed, steps=0) for seed in range(count)])
+    print(dict(found))
+    assert found["wrong"] <= 0.005 * count, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rival", [rivals.least_squares, rivals.absolute_values, rivals.e_divisive])
+def test_methods_that_do_not_know_of_commits_and_outliers_name_others(rival):
+    histories = [draw(seed, steps) for seed in range(100) for steps in (0, 1)]
+    theirs, found = judge(rival, histories), judge(ours, histories)
+    print(rival.__name__, dict(theirs), dict(found))
+    assert found["wrong"] == 0 < theirs["wrong"]
+
+
+@pytest.mark.parametrize("size", [1.05, 1.1, 1.2])
+@pytest.mark.parametrize("count", [4, 10, 20])
+def test_a_step_in_the_newest_commit_of_three_runs_is_named_at_once(size, count):
+    """With noise of 1 %, as the workflow measures."""
+    random, named = np.random.default_rng([count, int(100 * size)]), 0
+    commits = np.repeat(np.arange(count), 3)
+    for _ in range(20):
+        times = random.lognormal(0, 0.01, 3 * count) * np.where(commits == count - 1, size, 1)
+        found = ours(times, commits)
+        assert all(first <= count - 1 == last and slower for first, last, slower in found)
+        named += len(found)
+    assert named >= (18 if size > 1.05 else 16 if count > 4 else 1), named
+
+
+@pytest.mark.parametrize(("runs", "slow", "certain"), [(1, 1, False), (2, 2, False), (3, 3, True)])
+def test_as_many_runs_of_a_new_commit_say_as_much_as_they_can(runs, slow, certain):
+    times = [1.0, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 1.01] + [1.15] * slow + [1.0] * (runs - slow)
+    steps = find_steps(times, [*range(8), *[8] * runs])
+    assert [step.best for step in steps] == [8], "also if it is only to be measured again"
+    assert steps[0].certain == certain, steps
+
+
+def test_steps_of_scaled_and_reversed_series_are_the_same_steps():
+    """A law: the unit does not matter, and time reversed has the same levels in reverse order."""
+    times = np.random.default_rng(3).lognormal(0, 0.005, 300)
+    times[99:] *= 1.05
+    times[201:] *= 0.93
+    commits = np.arange(300) // 3
+    found = ours(times, commits)
+    assert found == [(33, 33, True), (67, 67, False)] == ours(1000 * times, commits)
+    assert ours(times[::-1], commits) == [(33, 33, True), (67, 67, False)]
+
+
+def test_a_step_within_the_runs_of_a_commit_is_none():
+    assert ours(np.array([1.0] * 6 + [1.2] * 6), np.array([0] * 12)) == []
+    found = ours(np.array([1.0] * 5 + [1.2] * 7), np.repeat([0, 1, 2, 3], 3))
+    assert all(first <= 1 <= last or first <= 2 <= last for first, last, _ in found)
+
+
+def test_a_history_of_one_run_a_commit_names_the_commits_that_it_can_be():
+    times = np.random.default_rng(0).lognormal(0, 0.003, 20)
+    times[17:] *= 1.08
+    ((first, last, slower),) = ours(times, np.arange(20))
+    assert first <= 17 <= last <= 19 and slower
