@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 import tritoncp
 from tests.chunking import models
@@ -17,6 +23,7 @@ from tests.multiprocess import ranks
 from tests.planning.memory_meter import sent_bytes
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan
 from tritoncp.chunking import chunk, mark, order, predict_timeline
+from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.streams import costs
 from tritoncp.chunking.streams.storages import hint
 from tritoncp.distributed import collectives
@@ -151,6 +158,16 @@ def attention_seconds(gm: torch.fx.GraphModule, by_plans: bool = True) -> list[f
         return [span.seconds for span in predict_timeline(gm, NVLINK).spans if span.kind == "attention"]
 
 
+def traced_passes(step: Callable[..., Any], tensors: list[Tensor]) -> GraphModule:
+    """Trace a step with one attention, and mark the nodes of its two passes."""
+    gm = make_fx(step, tracing_mode="symbolic")(*tensors)
+    names = [node.name for node in gm.graph.nodes]
+    for node in gm.graph.nodes:
+        follows = names.index(node.name) >= names.index("backward")
+        node.meta["partitioner_tag"] = "is_backward" if follows else "is_forward"
+    return gm
+
+
 def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool, dtype: torch.dtype) -> None:
     """Compare one attention, forward and backward, in chunks that share its keys with the whole one: results,
     sizes, passes and predicted times."""
@@ -168,11 +185,7 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool, dty
         dq, *dkv = torch.autograd.grad(results[:count], leaves, grads[:count])
         return *results, dq.flatten(2).sin().view(dq.shape), *dkv  # by a size that backward alone has
 
-    gm = make_fx(step, tracing_mode="symbolic")(*tensors)
-    names = [node.name for node in gm.graph.nodes]
-    for node in gm.graph.nodes:
-        follows = names.index(node.name) >= names.index("backward")
-        node.meta["partitioner_tag"] = "is_backward" if follows else "is_forward"
+    gm = traced_passes(step, tensors)
     want, seconds, pairs = gm(*tensors), attention_seconds(gm), attention_seconds(gm, by_plans=False)
     assert chunk(gm, "", dim="seq", chunks=CHUNKS).exchanges == 2
     graph, results = models.CheckedGraph(gm), []
@@ -207,3 +220,56 @@ def test_chunks_that_share_keys_compute_and_take_what_the_whole_does() -> None:
         share_one_exchange(group, "fetch", "documents", True, torch.float64)
 
     ranks.run(2, work)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------
+
+SAVED = (None, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+COMPUTED_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+PARTITIONS = (min_cut_rematerialization_partition, default_partition)
+
+
+def run_passes(gm: GraphModule, partition: Any, tensors: list[Tensor]) -> list[Tensor]:
+    """Partition a joint graph of one result, whose gradient is its last input, and run both passes."""
+    forward, backward = partition(gm, None, num_fwd_outputs=1)
+    out, *kept = forward(*tensors[:-1])
+    names = [node.name for node in forward.graph.output_node().args[0][1:]]
+    values = {**dict(zip(names, kept, strict=True)), "tangents_1": tensors[-1]}
+    return [out, *backward(*(values[x.name] for x in backward.graph.find_nodes(op="placeholder")))]
+
+
+def sines_attend(plan: Any, group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the attention of the sines of q, k and v, and its gradients."""
+    *inputs, grad = tensors
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = tritoncp.flex_attention(*(x.sin() for x in leaves), None, plan, mesh=group)
+    return out, *torch.autograd.grad(out, leaves, grad)
+
+
+def compute_again(group: Any) -> None:
+    """Compare one attention in chunks that a checkpoint has, by policy and partitioner, with the whole one:
+    results, and messages."""
+    generator = torch.Generator().manual_seed(1)
+    for at, (policy, partition) in enumerate(product((*SAVED, *COMPUTED_AGAIN), PARTITIONS)):
+        schedule = ("fetch", "allgather", "allgather")[at % 3]
+        plan = make_plan(create_block_mask(causal(), 1, 1, S, S), group, schedule=schedule)
+        whole = (torch.randn(B, 2, S, 8, generator=generator) for _ in range(4))
+        tensors = [tritoncp.shard(x, plan, dim=2) for x in whole]
+        gm = traced_passes(partial(sines_attend, plan, group), tensors)
+        want = gm(*tensors)
+        *_, tangent = gm.graph.find_nodes(op="placeholder")
+        tangent.name = tangent.target = "tangents_1"
+        tangent.meta["partitioner_tag"] = "is_backward"
+        for node in gm.graph.nodes:
+            if policy and node.op == "call_function" and not is_backward(node):
+                node.meta |= {"recompute": policy, "ac_graph_id": 1}
+        chunk(gm, "", dim="seq", chunks=CHUNKS)
+        with Messages(group) as messages:
+            got = run_passes(gm, partition, tensors)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)
+        assert messages.count == 3 + (policy in COMPUTED_AGAIN), (policy, partition)
+
+
+def test_attention_that_a_checkpoint_computes_again_sends_its_keys_once_more():
+    ranks.run(2, compute_again)
