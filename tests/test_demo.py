@@ -17,6 +17,7 @@ from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, windows
 from tritoncp.demo.model import ModelShape
 from tritoncp.demo.train import RankFailed, TrainingConfig, TrainingStep, train, train_on_ranks
+from tritoncp.planning.report.text import NEARLY_EVEN
 
 SMALL = TrainingConfig(seq_len=256, steps=2, shape=ModelShape(layers=1))
 
@@ -52,6 +53,13 @@ def test_the_cpu_engine_trains_where_it_is_asked_for(monkeypatch):
     for words in (["--engine=kernels"], ["--engine=cpu"], []):
         assert CliRunner().invoke(main, ["demo", *words]).exit_code == 0
     assert engines == ["1", "0", "0"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_the_work_of_the_ranks_is_even(world_size):
+    first, *plans = demo_run.make_plans(TrainingConfig(), world_size)
+    assert "Is it even: yes" in str(first), "the first thing that a user sees"
+    assert all(plan.imbalance <= NEARLY_EVEN for plan in plans)
 
 
 # training, on one rank and on several

@@ -27,6 +27,7 @@ from tritoncp.masks.mask_mod import and_masks
 from tritoncp.masks.named import alibi
 
 TIMEOUT = timedelta(minutes=5)  # far more than one step takes
+BLOCKS = 4  # of each rank: with fewer, documents cannot be dealt evenly
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class TrainingStep(NamedTuple):
 def plan_documents(
     lengths: list[int], mesh: Any = None, world_size: int | None = None, rank: int | None = None
 ) -> Any:
-    """Make the plan of document-causal attention over one window, balanced over the ranks."""
-    size = sum(lengths)
+    """Make the plan of document-causal attention over one window, balanced over the ranks: the window is
+    short, so its blocks are small, at least BLOCKS for each rank where it has so many tokens."""
+    size, ranks = sum(lengths), world_size or (1 if mesh is None else mesh.size())
+    tokens = min(max(size // (BLOCKS * ranks), 16), 128)
     visible = and_masks(causal(), document(lengths=lengths))
-    mask = create_block_mask(visible, 1, 1, size, size)
-    return make_plan(mask, mesh, balancer="ptrr", world_size=world_size, rank=rank)
+    mask = create_block_mask(visible, 1, 1, size, size, BLOCK_SIZE=1 << tokens.bit_length() - 1)
+    return make_plan(mask, mesh, balancer="locality", world_size=world_size, rank=rank)
 
 
 def bias_of(heads: int, device: torch.device | None = None) -> Any:
