@@ -17,10 +17,16 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Two tiles of queries and of keys, the last ones ragged.
 CALL = Case(heads=1, group=2, length=150, kv_length=150, dims=(64, 64), dtype=BF16, block=128)
 SHORT = replace(CALL, length=90, kv_length=90, dtype=F32, block=64)  # of float32, whose tiles are small
+# Batch rows and heads of unlike strides in tensors, lists of blocks and intervals. Either batch row sees a
+# block that the other one does not see.
+ROWS = replace(
+    CALL, mask=("causal documents of rows", 6), batch=2, heads=2, group=1, length=100, kv_length=100,
+    own_lists=(True, True), block=32,
+)  # fmt: skip
 ONE_STEP = {
     "causal": CALL,
     "everything": replace(CALL, mask=("everything", 0), score="softcap", dims=(128, 128), dtype=F16, group=1),
-    "documents": replace(CALL, mask=("causal documents of rows", 5), score="alibi", batch=2, group=1),
+    "documents": replace(ROWS, score="alibi", layout="heads inside"),
     "window": replace(CALL, mask=("window", 31), dims=(80, 96), layout="heads inside"),
     "trees": replace(CALL, mask=("trees", 30), batch=2, group=1),
     "bits": replace(SHORT, mask=("bits", 3), own_lists=(False, True)),
@@ -38,7 +44,9 @@ ONE_STEP = {
 }
 RANKS = {
     "ring": replace(CALL, world=2, schedule="ring", balancer="ptrr", block=64),
-    "fetch": replace(CALL, world=2, schedule="fetch", balancer="contiguous", mask=("window", 61), block=64),
+    "fetch": replace(
+        CALL, mask=ROWS.mask, batch=2, group=1, world=2, schedule="fetch", balancer="ptrr", block=64
+    ),
 }
 SOME = [] if COMPILED == "sm_90" else [pytest.mark.long]  # one architecture's ranks stand for the others
 TRANSPOSED = {

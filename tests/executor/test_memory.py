@@ -1,10 +1,16 @@
 """Memory: bounds, alignment, red zones between tensors, what was never written, races, atomics, spaces."""
 
+import mmap
+import random
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
 
 from tests.executor.support.ptx import Array, module, run_module
+from tritoncp.executor.memory import regions
+from tritoncp.executor.memory.regions import extent_of
 from tritoncp.executor.memory.uninitialised import fill
 
 START = "ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;\n"
@@ -123,6 +129,77 @@ def test_reads_of_global_memory_that_nobody_wrote(line: str, count: int, dtype: 
     faults = run(body, x, np.zeros(32, "u4"), shared=128)
     assert all("never written" in f and f.endswith(f"({count} times)") for f in faults), faults
     assert len(faults) == (count > 0)
+
+
+def sparse(count: int) -> torch.Tensor:
+    """Return zeros, int32 [count], of which the machine holds the pages that are used alone."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return torch.frombuffer(mmap.mmap(-1, 4 * count, flags=flags), dtype=torch.int32)
+
+
+FAR = (1 << 31) + 64  # distance of two rows
+SECOND = START + f"mov.b64 %d5, {4 * FAR}; add.s64 %d1, %d1, %d5; mad.wide.u32 %d3, %r1, 4, %d1;"
+
+
+@pytest.mark.bar(9)
+@pytest.mark.parametrize(
+    ("line", "kind", "grid"),
+    [
+        ("ld.global.b32 %r2, [%d3];", "", 1),
+        ("ld.global.b32 %r2, [%d3+128];", "out of bounds global load", 1),
+        ("ld.global.b32 %r2, [%d3+-128];", "global access between the elements of a strided tensor", 1),
+        ("st.global.b32 [%d3], %r1;", "race of two programs on global memory: write", 300),
+    ],
+)
+def test_rows_beyond_two_to_the_31_elements_take_memory_for_accessed_pages(
+    line: str, kind: str, grid: int
+) -> None:
+    memory = sparse(FAR + 32)
+    memory[FAR:] = torch.arange(32)
+    x = memory.as_strided((2, 32), (FAR, 1))
+    tracemalloc.start()
+    faults = run(SECOND + line, x, np.zeros(32, "u4"), grid=grid)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 << 20, f"{peak >> 20} MiB"
+    assert all(f.startswith(kind) for f in faults) and bool(faults) == bool(kind), faults
+
+
+def test_the_state_of_pages_is_that_of_the_whole_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strided tensors that share memory, some of it uninitialised, at any place of a page."""
+    rng = random.Random(0)
+    for _ in range(200):
+        memory = fill(torch.empty(600, dtype=torch.int32))
+        memory[torch.rand(600) < 0.5] = 1
+        extents, used = [], np.zeros(2400, bool)
+        for _ in range(rng.choice((1, 2))):
+            shape, strides = rng.choices(range(1, 5), k=3), rng.choices(range(40), k=3)
+            x = memory.as_strided(shape, strides, rng.randrange(100))
+            extents.append(extent_of(x, "x"))
+            places = (
+                torch.arange(2400, dtype=torch.int32)
+                .view(600, 4)
+                .as_strided((*shape, 4), (*(4 * s for s in strides), 1), 4 * x.storage_offset())
+            )
+            used[places.flatten().numpy()] = True
+        monkeypatch.setattr(regions, "PAGE", 1 << 18)
+        wholes = regions.regions_of(extents, 4, True)
+        monkeypatch.setattr(regions, "PAGE", 64)
+        for whole, region in zip(wholes, regions.regions_of(extents, 4, True), strict=True):
+            units = np.arange((whole.start - whole.base) // 4, (whole.end - whole.base) // 4)
+            rng.shuffle(units)
+            for part in (units[:3], units):
+                at, want_at = region.touch(part, 4), whole.touch(part, 4)
+            for name in ("holes", "unwritten"):
+                got, want = (
+                    r.state[name].reshape(-1, 4)[a] if name in r.state else np.zeros((len(a), 4), bool)
+                    for r, a in ((region, at), (whole, want_at))
+                )
+                assert np.array_equal(got, want), name
+            if all(not regions.is_dense(e.tensor) for e in whole.extents):
+                byte = whole.base - memory.data_ptr() + 4 * units[:, None] + np.arange(4)
+                holes = whole.state.get("holes", np.zeros((1, whole.nbytes), bool)).reshape(-1, 4)
+                assert np.array_equal(holes[units], ~used[byte])
 
 
 def test_a_dropped_predicate_is_seen() -> None:

@@ -131,17 +131,18 @@ class GlobalMemory(Memory):
         self, access: Access, region: Region, a: Array, idx: Array, nbytes: int, kind: str
     ) -> None:
         """Report accesses to bytes between elements, and reads of uninitialised bytes."""
-        if region.holes is not None:
-            bad = region.holes.reshape(-1, nbytes)[idx]
+        at = region.touch(idx, nbytes)
+        if "holes" in region.state:
+            bad = region.state["holes"].reshape(-1, nbytes)[at]
             self.fault(access, "global access between the elements of a strided tensor", a, bad)
-        if region.unwritten is None:
+        if "unwritten" not in region.state:
             return
-        unwritten = region.unwritten.reshape(-1, nbytes)
+        unwritten = region.state["unwritten"].reshape(-1, nbytes)
         if kind not in BLIND:
-            bad = unwritten[idx] & access.used_bytes(nbytes)
+            bad = unwritten[at] & access.used_bytes(nbytes)
             self.fault(access, "read of global memory that was never written", a, bad)
         if kind in WRITES:
-            unwritten[idx] = False
+            unwritten[at] = False
 
     # races
 
@@ -166,33 +167,32 @@ class GlobalMemory(Memory):
         """
         if not self.check or nbytes < self.granule:
             return
-        k = nbytes // self.granule
-        writers, readers = region.writers.reshape(-1, k), region.readers.reshape(-1, k)
+        k, at = nbytes // self.granule, region.touch(idx, nbytes)
+        writers, readers, tags = (region.state[x].reshape(-1, k) for x in ("writers", "readers", "tags"))
         me = access.pick(access.threads.program)[:, None]
-        other = writers[idx]
+        other = writers[at]
         bad = (other != 0) & (other != me)
         if data is not None:
-            read = readers[idx]
+            read = readers[at]
             bad |= (read != 0) & (read != me)
         way = "read" if data is None else "write"
         race = f"race of two programs on global memory: {way}"
         access.fault(race, bad, None, region.label, lambda row: program_text(int(other[row].max())))
         # between warps of the CTA
-        tags = region.tags.reshape(-1, k)
-        late = access.ctas.clocks.unordered(np.where(other == me, tags[idx], 0), access.cta, access.warp)
+        late = access.ctas.clocks.unordered(np.where(other == me, tags[at], 0), access.cta, access.warp)
         if late is not None:
             same = False if data is None else holds(region.views, idx, nbytes, data)
             race = f"race of two warps on global memory: {way}"
             access.fault(race, late.any(1) & ~np.asarray(same), None, region.label)
         if data is not None:
-            writers[idx] = me
-            tags[idx] = access.tags[:, None]
+            writers[at] = me
+            tags[at] = access.tags[:, None]
             return
-        before = readers[idx]
-        readers[idx] = np.where((before != 0) & (before != me), SHARED_READ, me)
-        after = readers[idx]
+        before = readers[at]
+        readers[at] = np.where((before != 0) & (before != me), SHARED_READ, me)
+        after = readers[at]
         if (after != me).any():
-            readers[idx] = np.where(after != me, SHARED_READ, after)
+            readers[at] = np.where(after != me, SHARED_READ, after)
 
     check_read = check_write = observe
 

@@ -22,6 +22,7 @@ REGION_SHIFT = 47
 REGION_MASK = 0xFFF
 PLACE_MASK = (1 << REGION_SHIFT) - 1  # bits of the address within the process
 SHARED, PARAMETER, LOCAL = 1 << 59, 1 << 60, 1 << 61
+PAGE = 1 << 18  # bytes of memory whose state begins with the first access to one of them
 # bytes -> NumPy type; those of 16 and 32 bytes are only copied
 UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16", 32: "V32"}
 
@@ -51,14 +52,14 @@ def extent_of(tensor: torch.Tensor, label: str) -> Extent:
 
 
 class Region:
-    """A region: the union of overlapping extents.
+    """A region: the union of overlapping extents, with a state of each page that was accessed.
 
-    number:    index of the region, from 0
-    base:      the start rounded down to 32 bytes
-    writers:   for each granule, the index + 1 of the CTA that wrote it; readers: of that which read it
-    tags:      tag of each granule's last writer in its CTA (`Clocks`)
-    holes:     mask of bytes between the elements of strided tensors, or None
-    unwritten: mask of uninitialised bytes, or None
+    number: index of the region, from 0
+    base:   the start rounded down to 32 bytes
+    state:  [page, entry] by name, at indices of `touch`. For each granule: writers, the index + 1 of the CTA
+            that wrote it; readers, of that which read it; tags, the tag of its last writer in its CTA
+            (`Clocks`). For each byte, if there is any: holes, bytes between the elements of strided tensors;
+            unwritten, uninitialised bytes
     """
 
     def __init__(self, extents: list[Extent], number: int, granule: int, check: bool) -> None:
@@ -66,39 +67,109 @@ class Region:
         self.start, self.end = extents[0].start, max(e.end for e in extents)
         self.label = "/".join(dict.fromkeys(e.label for e in extents))
         self.base = self.start & ~31
-        n = -(-(self.end - self.base) // 32) * 32
-        raw = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(self.base))
+        self.nbytes = -(-(self.end - self.base) // 32) * 32
+        raw = np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.base))
         self.views = {size: raw.view(t) for size, t in UNSIGNED.items()}
-        self.writers, self.readers, self.tags = (np.zeros(n // granule, np.int32) for _ in range(3))
-        self.holes = self.find_holes(n)
-        self.unwritten = self.find_unwritten(n) if check else None
+        self.page = max(32, min(self.nbytes, PAGE))
+        self.slots = np.full(-(-self.nbytes // self.page), -1)  # index of each page's state; -1: not accessed
+        self.used = self.room = 0  # pages that have a state, and for which there is room
+        granules = np.zeros((0, self.page // granule), np.int32)
+        self.state = dict.fromkeys(("writers", "readers", "tags"), granules)
+        self.elements = self.find_elements()
+        self.patterns = self.find_patterns() if check else []
 
-    def find_holes(self, n: int) -> Array | None:
-        if any(e.tensor is None or e.tensor.is_contiguous() for e in self.extents):
-            return None
-        holes = np.ones(n, bool)
+    def touch(self, idx: Array, nbytes: int) -> Array:
+        """Return the indices of units of memory in the state, which begins with the first access to a
+        page."""
+        if self.used == len(self.slots) == 1:
+            return idx
+        per_page = self.page // nbytes
+        pages = idx // per_page
+        slots = self.slots[pages]
+        if (slots < 0).any():
+            self.add(np.unique(pages[slots < 0]))
+            slots = self.slots[pages]
+        return slots * per_page + idx % per_page
+
+    def add(self, pages: Array) -> None:
+        """Add the state of pages before their first access."""
+        first, self.used = self.used, self.used + len(pages)
+        self.slots[pages] = np.arange(first, self.used)
+        if self.used > self.room:
+            self.room = min(max(self.used, 2 * self.room), len(self.slots))
+            self.state = {name: enlarged(x, self.room) for name, x in self.state.items()}
+        for slot, page in enumerate(pages.tolist(), first):
+            low, high = page * self.page, min((page + 1) * self.page, self.nbytes)
+            masks = {"holes": self.holes_in(low, high), "unwritten": self.unwritten_in(low, high)}
+            for name, mask in masks.items():
+                if mask.any():
+                    marks = self.state.setdefault(name, np.zeros((self.room, self.page), bool))
+                    marks[slot, : high - low] = mask
+
+    def find_elements(self) -> list[tuple[int, Array]]:
+        """Return the size and the sorted places of the elements of each tensor, if there may be holes."""
+        if any(e.tensor is None or is_dense(e.tensor) for e in self.extents):
+            return []
+        elements = []
         for extent in self.extents:
             x = extent.tensor
             assert x is not None
             at = np.full(1, x.data_ptr() - self.base)
             for size, stride in zip(x.shape, x.stride()):
-                at = (at[:, None] + np.arange(size) * stride * x.element_size()).reshape(-1)
-            holes[(at[:, None] + np.arange(x.element_size())).reshape(-1)] = False
-        inside = holes[self.start - self.base : self.end - self.base]
-        return holes if inside.any() else None
+                at = (at[:, None] + np.arange(size if stride else 1) * stride * x.element_size()).reshape(-1)
+            elements.append((x.element_size(), np.unique(at)))
+        return elements
 
-    def find_unwritten(self, n: int) -> Array | None:
-        """Return the bytes of elements that have the pattern of uninitialised memory of their dtype; of
+    def holes_in(self, low: int, high: int) -> Array:
+        """Return which bytes of a part of the region lie between elements."""
+        holes = np.zeros(high - low, bool)
+        if self.elements:
+            holes[max(0, self.start - self.base - low) : max(0, self.end - self.base - low)] = True
+        for size, places in self.elements:
+            first, last = np.searchsorted(places, (low - size + 1, high))
+            at = (places[first:last, None] + np.arange(size) - low).reshape(-1)
+            holes[at[(at >= 0) & (at < high - low)]] = False
+        return holes
+
+    def find_patterns(self) -> list[tuple[int, int, int, int]]:
+        """Return (element size, pattern of uninitialised memory, start, end) of tensors that may have it; of
         overlapping tensors, the widest dtype counts."""
-        unwritten, parts = np.zeros(n, bool), []
+        found = []
         for e in self.extents:
             pattern = None if e.tensor is None else pattern_of(e.tensor.dtype)
             if e.tensor is not None and pattern is not None:
-                parts.append((e.tensor.element_size(), pattern, e.start - self.base, e.end - self.base))
-        for size, pattern, start, end in sorted(parts):
-            is_pattern = self.views[1][start:end].view(f"u{size}") == pattern
-            unwritten[start:end] = np.repeat(is_pattern, size)
-        return unwritten if unwritten.any() else None
+                found.append((e.tensor.element_size(), pattern, e.start - self.base, e.end - self.base))
+        return sorted(found)
+
+    def unwritten_in(self, low: int, high: int) -> Array:
+        """Return which bytes of a part of the region have the pattern of uninitialised memory."""
+        unwritten = np.zeros(high - low, bool)
+        for size, pattern, start, end in self.patterns:
+            a = start + max(0, low - start) // size * size
+            b = min(end, start - (start - high) // size * size)
+            if a < b:
+                is_pattern = np.repeat(self.views[1][a:b].view(f"u{size}") == pattern, size)
+                first, last = max(a, low), min(b, high)
+                unwritten[first - low : last - low] = is_pattern[first - a : last - a]
+        return unwritten
+
+
+def enlarged(x: Array, rows: int) -> Array:
+    """Return an array with more rows, of zeros."""
+    larger = np.zeros((rows, x.shape[1]), x.dtype)
+    larger[: len(x)] = x
+    return larger
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """Return whether a tensor has no gap between its elements."""
+    reach = 1
+    for stride, size in sorted(zip(x.stride(), x.shape)):
+        if size > 1:
+            if stride > reach:
+                return False
+            reach += (size - 1) * stride
+    return True
 
 
 def regions_of(extents: list[Extent], granule: int, check: bool) -> list[Region]:
