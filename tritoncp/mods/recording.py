@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tritoncp.core.host_copy import on_host
+from tritoncp.core.host_copy import on_host, refuse_dtensor
 from tritoncp.core.tracing import GraphRecorder, TensorIndexing
 from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint, ModState
@@ -28,6 +28,8 @@ def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torc
     Warns once about that state, since a recording takes a hundred times as long.
     """
     fingerprint = Fingerprint(fn)
+    for tensor in fingerprint.tensors:
+        refuse_captured_dtensor(tensor)
     if fingerprint.key is not None:
         return fingerprint
     _warn_incomparable(fn, fingerprint.incomparable)
@@ -40,6 +42,16 @@ def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torc
 
 
 _WARNED: set[tuple[str, str]] = set()
+
+
+def refuse_captured_dtensor(tensor: Tensor) -> None:
+    """Raise TypeError for a DTensor among the tensors that a mod captures: each rank calls the mod by itself,
+    with indices of the whole tensors."""
+    remedy = (
+        "capture the whole tensor, x.full_tensor(); if it is learned, x.full_tensor(grad_placements=...), "
+        "with Partial() for dimensions of the mesh that shard the query, and Replicate() for others"
+    )
+    refuse_dtensor(tensor, "a tensor that a mask_mod or score_mod captures", remedy)
 
 
 def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
