@@ -17,6 +17,7 @@ from tritoncp.api import dynamo, plan_cache, validate
 from tritoncp.api.group_call import group_call, place_in_group, stop_traced_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
+from tritoncp.core.host_copy import is_dtensor
 from tritoncp.distributed import groups
 from tritoncp.distributed.groups import Mesh
 from tritoncp.kernels.options import check_options
@@ -169,6 +170,10 @@ def flex_attention(
     b + batch_offset, and a mask or plan of the whole batch is read from that row on. None: the mask's batch
     size is the query's or 1.
 
+    query, key, value and sinks may be DTensors over one mesh, of equal placements: heads or batch rows
+    sharded, or replicated; over ``mesh``, the sequence, for a mask or a plan in natural order. Results are
+    DTensors placed as the query. Masks and mods get the indices of the whole tensors.
+
     ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of
     captures of score_mod are bitwise equal in every run; all other results are so without it.
 
@@ -206,6 +211,12 @@ def flex_attention(
         scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks, batch_offset, expand
     )
     results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+    if is_dtensor(query) or is_dtensor(key) or is_dtensor(value) or is_dtensor(sinks):
+        from tritoncp.api import dtensors  # late: torch.distributed.tensor takes a second to import
+
+        call = dtensors.localize(query, key, value, score_mod, block_mask, mesh, options)
+        results = call.as_dtensors(call.arguments[-1].results(run_call(*call.arguments)))
+        return results
     results = options.results(run_call(query, key, value, score_mod, block_mask, mesh, options))
     return results
 

@@ -13,6 +13,7 @@ from tritoncp.api import validate
 from tritoncp.api.group_call import place_in_group
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
+from tritoncp.core.host_copy import is_dtensor, refuse_dtensor
 from tritoncp.distributed.groups import Mesh
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.from_torch import has_no_lengths
@@ -39,6 +40,8 @@ def shard(
 
     x: any tensor whose dimension ``dim`` is the global sequence. ``pad`` fills the padding at the end of a
     plan's shard. Differentiable without communication: the gradient of x is zero outside of this rank's rows.
+    A DTensor sharded over other dimensions, or replicated, gives a DTensor over the other dimensions of its
+    mesh (pass ``mesh``, so that these are known); one sharded over ``dim`` has to be in the plan's order.
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
@@ -47,6 +50,11 @@ def shard(
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
     validate.check_mesh(mesh, plan_or_mask)
+    if is_dtensor(x):
+        from tritoncp.api import dtensors  # late: torch.distributed.tensor takes a second to import
+
+        placement, rank = placement_of(x, plan_or_mask, place, dim, side)
+        return dtensors.shard_dtensor(x, plan_or_mask, placement, rank, mesh, dim, batch_dim, pad)
     return cut(x, plan_or_mask, place, dim, side, batch_dim, pad)
 
 
@@ -58,6 +66,10 @@ def cut(
     placement, rank = placement_of(x, plan_or_mask, place, dim, side)
     check_rows_along(x, dim, placement.length, "a global tensor")
     check_pad(x, pad)
+    if is_dtensor(x):
+        from tritoncp.api import dtensors  # late: torch.distributed.tensor takes a second to import
+
+        return dtensors.shard_dtensor(x, plan_or_mask, placement, rank, mesh, dim, batch_dim, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 
@@ -124,6 +136,7 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
 
 def _positions_within(documents: Any, length: int) -> Tensor:
     """Return each token's position in its document, or its depth in a tree: int64 [B or 1, length]."""
+    refuse_dtensor(documents, "documents", "pass documents.full_tensor()")
     mask = document(ids=documents) if isinstance(documents, Tensor) else documents
     if not isinstance(mask, Document | Tree):
         raise TypeError(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.core.caller import warn_caller
+from tritoncp.core.host_copy import refuse_dtensor
 from tritoncp.distributed import groups
 from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.from_torch import has_no_lengths
@@ -122,6 +123,8 @@ def expansion_of(q: Any, k: Any, v: Any, expand: Any, enable_gqa: bool) -> Expan
     is_cast = device != "meta" and torch.is_autocast_enabled(device)
     autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
     expansion = Expansion.of(expand[0], expand[1:], (), autocast)
+    for x in expansion.tensors:
+        refuse_dtensor(x, "a parameter of expand=", "pass its local part, x.to_local()")
     with torch.enable_grad():
         rows = k.detach().new_ones(1, k.shape[1], 2, k.shape[3])
         key, value = expansion.with_tensors([x.detach() for x in expansion.tensors])(rows)
@@ -161,6 +164,7 @@ def _check_shard(name: str, x: Tensor, q: Tensor) -> None:
         raise TypeError(
             f"{name} is a {type(x).__name__}; a tensor [batch, heads, sequence, head dim] is needed"
         )
+    refuse_dtensor(x, name, "pass its local part, x.to_local()")
     if x.is_nested:
         raise ValueError(
             f"{name} is a nested tensor; dense [batch, heads, sequence, head dim] is needed: pack the "
@@ -362,6 +366,7 @@ def check_positions(plan: Plan, positions: Tensor) -> None:
     """Compare the caller's positions with the plan's: a tensor does not show the order of its rows."""
     if not isinstance(positions, Tensor):
         raise TypeError(f"positions is a {type(positions).__name__}; a tensor is needed: positions(plan)")
+    refuse_dtensor(positions, "positions", "pass positions(plan)")
     claimed = positions.detach().cpu().long()  # synchronises: the check is a debugging aid
     expected = plan.positions
     claimed = claimed[None] if claimed.ndim == 1 else claimed

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -162,3 +162,20 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 def is_remote(tensor: Tensor) -> bool:
     """Return whether the tensor is on a device, so that to read it needs a synchronising copy."""
     return tensor.device.type != "cpu"
+
+
+def is_dtensor(x: Any) -> bool:
+    """Return whether an argument is a DTensor. (To import its class takes a second.)"""
+    return type(x) is not Tensor and isinstance(x, Tensor) and hasattr(x, "device_mesh")
+
+
+def refuse_dtensor(x: Any, name: str, remedy: str) -> None:
+    """Raise TypeError for a DTensor. name: of the argument, or the words for what captures it
+
+    >>> refuse_dtensor(torch.zeros(1), "x", "pass x.to_local()")
+    """
+    if is_dtensor(x):
+        raise TypeError(
+            f"{name} is a DTensor {tuple(x.shape)} placed {x.placements} over {x.device_mesh}; a plain "
+            f"tensor is needed: {remedy}"
+        )

@@ -417,6 +417,7 @@ def create_block_mask(
     [[[1, 1, 3]]]
     """
     _check_function(mask_mod)
+    captured_state(mask_mod)  # refuses state that no mask can have
     sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     B, H, Q_LEN, KV_LEN = (as_int(f"create_block_mask: {name}", size) for name, size in sizes.items())
     check_lengths(Q_LEN, KV_LEN)

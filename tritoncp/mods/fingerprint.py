@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tritoncp.core.host_copy import is_dtensor
 from tritoncp.mods.bytecode import ARGUMENT, ATTRIBUTE, CELL, GLOBAL, IMPORT, Chain, code_reads
 from tritoncp.mods.captures import ABSENT, cell_value, take_apart
 
@@ -155,6 +156,9 @@ class Fingerprint(ModState):
         return "tensor", place, type(tensor), _tensor_facts(tensor)
 
     def _compound(self, path: str, obj: Any, kind: type) -> Any:
+        if is_dtensor(obj):
+            self.tensors.append(obj)  # refused where the state is read
+            return "DTensor"
         if kind is types.MethodType and isinstance(obj.__func__, types.FunctionType):
             return "method", self._function(path, obj.__func__, obj.__self__)
         if kind in _CONTAINERS and (container := take_apart(obj)) is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.host_copy import on_host, plain_autograd
+from tritoncp.core.host_copy import on_host, plain_autograd, refuse_dtensor
 from tritoncp.core.tracing import GraphRecorder, TensorIndexing
 from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint, ModState
@@ -27,6 +27,8 @@ def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torc
     Warns once about that state, since a recording takes a hundred times as long.
     """
     fingerprint = Fingerprint(fn)
+    for tensor in fingerprint.tensors:
+        refuse_captured_dtensor(tensor)
     if fingerprint.key is not None:
         return fingerprint
     _warn_incomparable(fn, fingerprint.incomparable)
@@ -39,6 +41,16 @@ def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torc
 
 
 _WARNED: set[tuple[str, str]] = set()
+
+
+def refuse_captured_dtensor(tensor: Tensor) -> None:
+    """Raise TypeError for a DTensor among the tensors that a mod captures: each rank calls the mod by itself,
+    with indices of the whole tensors."""
+    remedy = (
+        "capture the whole tensor, x.full_tensor(); if it is learned, x.full_tensor(grad_placements=...), "
+        "with Partial() for dimensions of the mesh that shard the query, and Replicate() for others"
+    )
+    refuse_dtensor(tensor, "a tensor that a mask_mod or score_mod captures", remedy)
 
 
 def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:

@@ -27,6 +27,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tritoncp.core.host_copy import refuse_dtensor
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.ops import flop_formulas
 
@@ -56,7 +57,10 @@ def register_op(
 
 
 def call_op(op: Any, *args: Any) -> Any:
-    """Call an op below autograd, through the dispatcher."""
+    """Call an op below autograd, through the dispatcher. Raises TypeError for DTensors: an op has no sharding
+    strategy, and calls that take them pass local parts."""
+    for x in args:
+        refuse_dtensor(x, f"an argument of tritoncp::{op._opname}", "pass its local part, x.to_local()")
     flop_formulas.register_formulas()
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)

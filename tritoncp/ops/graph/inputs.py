@@ -24,6 +24,7 @@ from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
 from tritoncp.mods.captures import MAKERS, take_apart
+from tritoncp.mods.recording import refuse_captured_dtensor
 from tritoncp.ops.graph import layouts
 from tritoncp.ops.graph.constants import constant_of, make_function, register_constant, register_mod
 from tritoncp.ops.graph.layouts import MADE_INSIDE, Layout, Uncapturable
@@ -56,6 +57,7 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
     """Flatten an object by its type. is_called: it is the mod, so that only state that its call reads
     counts."""
     if isinstance(thing, Tensor):
+        refuse_captured_dtensor(thing)
         tensors.append(thing)
         return '"t"'
     if thing is None or isinstance(thing, bool | str | torch.dtype | torch.device):
