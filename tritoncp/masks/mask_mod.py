@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tritoncp.core.pytrees import as_tree
+from tritoncp.core.pytrees import as_tree, refuse_collation
 from tritoncp.core.records import record
 from tritoncp.core.tracing import reads_batch_or_head
 from tritoncp.core.user_code import check_result
@@ -101,6 +101,9 @@ class MaskMod(ABC):
 
     def __invert__(self) -> MaskMod:
         return not_(self)
+
+
+refuse_collation(MaskMod)
 
 
 @record(eq=True, repr=False)
