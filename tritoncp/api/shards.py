@@ -50,19 +50,15 @@ def shard(
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
     validate.check_mesh(mesh, plan_or_mask)
-    if is_dtensor(x):
-        from tritoncp.api import dtensors  # late: torch.distributed.tensor takes a second to import
-
-        placement, rank = placement_of(x, plan_or_mask, place, dim, side)
-        return dtensors.shard_dtensor(x, plan_or_mask, placement, rank, mesh, dim, batch_dim, pad)
-    return cut(x, plan_or_mask, place, dim, side, batch_dim, pad)
+    return cut(x, plan_or_mask, place, dim, side, batch_dim, pad, mesh)
 
 
 def cut(
     x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str = "q",
-    batch_dim: int | None = 0, pad: float | int | bool = 0,
+    batch_dim: int | None = 0, pad: float | int | bool = 0, mesh: Mesh | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the shard of the rank of ``place`` after checks. place: of :func:`place_in_group`"""
+    """Return the shard of the rank of ``place`` after checks. place: of :func:`place_in_group`; mesh: of a
+    DTensor"""
     placement, rank = placement_of(x, plan_or_mask, place, dim, side)
     check_rows_along(x, dim, placement.length, "a global tensor")
     check_pad(x, pad)

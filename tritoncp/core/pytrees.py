@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, SequenceKey, register_pytree_node
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tritoncp.core.handles import object_of
 from tritoncp.core.host_copy import host
@@ -48,6 +49,7 @@ def register_handled(cls: type) -> None:
         cls, flatten, unflatten, serialized_type_name=f"tritoncp.{cls.__name__}",
         flatten_with_keys_fn=with_key,
     )  # fmt: skip
+    refuse_collation(cls)
 
 
 def _find(cls: type, leaf: Tensor) -> Any:
@@ -58,6 +60,19 @@ def _find(cls: type, leaf: Tensor) -> Any:
             "cast floating-point tensors only; to stack masks, make one mask of the whole batch"
         )
     return object_of(leaf).pinned()
+
+
+def refuse_collation(cls: type) -> None:
+    """Make torch's default_collate raise an error with the remedy for objects of a class."""
+
+    def refuse(batch: list[Any], **_: Any) -> None:
+        raise TypeError(
+            f"a batch of samples that each have a {cls.__name__}, which default_collate cannot stack: pass a "
+            "collate_fn= that makes one mask of the whole batch, as document(ids=torch.stack(...)); or "
+            "batch_size=None where the data set yields whole batches"
+        )
+
+    default_collate_fn_map[cls] = refuse
 
 
 def as_tree(cls: T) -> T:

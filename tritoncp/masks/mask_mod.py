@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from tritoncp.core.pytrees import as_tree
+from tritoncp.core.pytrees import as_tree, refuse_collation
 from tritoncp.core.records import fields_of, record
 from tritoncp.core.tracing import reads_batch_or_head
 from tritoncp.core.user_code import call_mod, check_result
@@ -112,6 +112,9 @@ class MaskMod(ABC):
             f"{self!r} has no truth value, since `and`, `or` and `not` would drop a mask: combine masks with & | ~, "
             "as causal() & sliding_window(128), and compare with `is None`"
         )
+
+
+refuse_collation(MaskMod)
 
 
 @record(eq=True, repr=False)
