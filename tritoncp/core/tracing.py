@@ -222,7 +222,7 @@ class GraphRecorder(TorchDispatchMode):
         """Return whether an operation writes to a captured tensor or to a view of one."""
         for tensor in written_tensors(func, args, kwargs):
             node = self._nodes.get(id(tensor))
-            while node is not None and node.op == "call_function" and is_view(node.target):
+            while node is not None and node.op == "call_function" and returns_view(node.target):
                 node = node.all_input_nodes[0]
             if node is None or self._is_capture(node):
                 return True
@@ -257,7 +257,7 @@ class GraphRecorder(TorchDispatchMode):
                 self._note(item, self.graph.call_function(operator.getitem, (node, index)))
 
 
-def is_view(func: Any) -> bool:
+def returns_view(func: Any) -> bool:
     """Return whether an operation's result is a view of an operand."""
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable or func is aten.lift_fresh.default:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from tritoncp.core.host_copy import plain_autograd
-from tritoncp.core.tracing import TensorIndexing, is_view, written_tensors
+from tritoncp.core.tracing import TensorIndexing, returns_view, written_tensors
 from tritoncp.core.user_code import (
     HAS_DATA_DEPENDENT_SHAPE,
     IS_RANDOM,
@@ -191,7 +191,7 @@ class _Recorder(FakeRecorder):
         new = list(itertools.takewhile(lambda node: node is not last, reversed(self.graph.nodes)))
         for node in new:
             node.stack_trace = node.stack_trace or user_line()
-        if is_view(func):
+        if returns_view(func):
             self._views += [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
         # Under no_grad an in-place operation keeps the gradient of the edited tensor: torch.cosine_similarity
         # clamps its norms so.
