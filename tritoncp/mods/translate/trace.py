@@ -195,11 +195,7 @@ class _Recorder(FakeRecorder):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         new = list(itertools.takewhile(lambda node: node is not last, reversed(self.graph.nodes)))
         for node in new:
-<<<<<<< HEAD
             node.stack_trace = node.stack_trace or self._line()
-=======
-            node.stack_trace = node.stack_trace or user_line()
->>>>>>> mods
         if returns_view(func):
             self._views += [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
         # Under no_grad an in-place operation keeps the gradient of the edited tensor: torch.cosine_similarity
