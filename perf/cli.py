@@ -195,7 +195,7 @@ def _print_comparison(result: gate.Gate) -> None:
         console.print(table)
     for row in comparison.rows:
         if row.why:
-            console.print(f"{row.case}: {row.why}", markup=False)
+            console.print(f"{comparison.label(row)}: {row.why}", markup=False)
     console.print(result.summary, markup=False)
     for reason in result.reasons:
         if reason.kind == "required":

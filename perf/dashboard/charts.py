@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from bokeh.models import BasicTicker, ColumnDataSource, HoverTool
+from bokeh.models import ColumnDataSource, FixedTicker, HoverTool
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
@@ -111,10 +111,11 @@ def _make_figure(label: str, height: int) -> Any:
         border_fill_alpha=0,
         outline_line_color=None,
     )
-    plot.xaxis.ticker = BasicTicker(min_interval=1, desired_num_ticks=5, num_minor_ticks=0)
+    plot.xaxis.ticker = FixedTicker(ticks=[])  # which the page's script sets
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
     plot.min_border_left = 70
+    plot.min_border_right = 40
     for axis in plot.axis:
         axis.update(
             axis_label_text_color=GREY, major_label_text_color=GREY, axis_line_color=GREY,

@@ -62,7 +62,7 @@ class ComparedCase(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Rows, worst first, and the cases that have no row.
+    """Rows, worst first, and the cases that have no row, with their device if there are several.
 
     missing: cases measured before but not after: on the same series, or on any if no series has the case
     after
@@ -74,6 +74,10 @@ class Comparison(NamedTuple):
     missing: list[str]
     new: list[str]
     absent_series: list[str]
+
+    def label(self, row: ComparedCase) -> str:
+        """Return the name of a row, with its device if there are several."""
+        return label(row.case, row.series, len({other.series for other in self.rows}) > 1)
 
     @property
     def geomean(self) -> float | None:
@@ -99,12 +103,18 @@ def compare(before: Sequence[Point], after: Sequence[Point]) -> Comparison:
     first, second = (group_points(points, bool(common)) for points in (before, after))
     dropped = [key for key in first if key not in second]
     rows = [_make_row(key, first[key], second[key]) for key in first if key in second]
+    several = len({name for _, name in [*first, *second]}) > 1
     return Comparison(
         sorted(rows, key=_sort_key, reverse=True),
-        [case for case, name in dropped if name in series or case not in cases],
-        [case for case, name in second if (case, name) not in first],
+        [label(*key, several) for key in dropped if key[1] in series or key[0] not in cases],
+        [label(*key, several) for key in second if key not in first],
         sorted({name for case, name in dropped if name not in series and case in cases}),
     )
+
+
+def label(case: str, series: str, several: bool) -> str:
+    """Return the name of a case, with its device if there are several."""
+    return f"{case} on {series}" if several and series else case
 
 
 def group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
@@ -172,11 +182,17 @@ def _ratio_interval(before: Estimate, after: Estimate) -> tuple[float | None, fl
     return math.exp(middle - width), math.exp(middle + width)
 
 
-def _sort_key(row: ComparedCase) -> float:
-    """Return the sort key of a row: failures first, then the largest ratio."""
+def _sort_key(row: ComparedCase) -> tuple[bool, float]:
+    """Return the sort key of a row: failures, then what is surely slower or has no interval, then the others,
+    with the largest ratio first.
+
+    >>> rows = [ComparedCase("c", "d", 1, r, r, low, 2, (3, 3)) for r, low in ((1.3, 0.9), (1.02, 1.01))]
+    >>> [row.ratio for row in sorted(rows, key=_sort_key, reverse=True)]
+    [1.02, 1.3]
+    """
     if row.ratio is None:
-        return math.inf if row.after is None else -math.inf
-    return row.ratio
+        return row.after is None, math.inf if row.after is None else -math.inf
+    return row.ratio > 1 and (row.low is None or row.low > 1), row.ratio
 
 
 def newest(points: Sequence[Point], runs: int) -> list[Point]:
@@ -241,7 +257,7 @@ def lines(comparison: Comparison, limit: float | None) -> list[tuple[str, ...]]:
     """Format the rows, worst first: case, before, after, change, confidence interval, verdict."""
     return [
         (
-            row.case,
+            comparison.label(row),
             format_time(row.before),
             format_time(row.after),
             "" if row.ratio is None else f"{100 * (row.ratio - 1):+.1f} %",

@@ -20,7 +20,8 @@ MAX_COMMENT = 60_000  # characters; GitHub refuses comments of more than 65,536
 
 
 class Reason(NamedTuple):
-    """A reason for a failed gate. kind: slower, failed, missing, required, or nothing compared"""
+    """A reason for a failed gate. kind: slower, failed, missing, required, or nothing compared; case: with
+    its device if there are several"""
 
     kind: str
     case: str
@@ -62,7 +63,11 @@ class Gate(NamedTuple):
         failed = self.exit_code != FINE
         title = f"{'❌' if failed else '🆕' if self.first_run else '✅'} **tritoncp perf**: {self.summary}\n"
         reasons = [f"- {_code(reason.case)}: {reason.text}" for reason in self.reasons]
-        whys = [f"- {_code(row.case)}: {_code(row.why)}" for row in self.comparison.rows if row.why]
+        whys = [
+            f"- {_code(self.comparison.label(row))}: {_code(row.why)}"
+            for row in self.comparison.rows
+            if row.why
+        ]
         opened = " open" if failed else ""
         head = f"<details{opened}><summary>every case, worst first</summary>\n"
         table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
@@ -102,25 +107,28 @@ def _row_reasons(comparison: Comparison, limit: float | None) -> list[Reason]:
     reasons = []
     for row in comparison.rows:
         if row.broken:
-            reasons.append(Reason("failed", row.case, "fails, and did not before"))
+            reasons.append(Reason("failed", comparison.label(row), "fails, and did not before"))
         elif row.regressed(limit) and row.ratio is not None and limit is not None:
             percent = f"{100 * (row.ratio - 1):.1f} % slower, {100 * limit:g} % is allowed"
-            reasons.append(Reason("slower", row.case, percent))
+            reasons.append(Reason("slower", comparison.label(row), percent))
     return reasons
 
 
 def _absence_reasons(comparison: Comparison, allow_missing: bool, required: Sequence[str]) -> list[Reason]:
+    def fits(case: str, pattern: str) -> bool:
+        return any(fnmatch.fnmatchcase(case, text) for text in (pattern, f"{pattern} on *"))
+
     def is_required(case: str) -> bool:
-        return any(fnmatch.fnmatchcase(case, pattern) for pattern in required)
+        return any(fits(case, pattern) for pattern in required)
 
     reasons = [
         Reason("missing", case, "measured before and not after")
         for case in comparison.missing
         if not allow_missing or is_required(case)
     ]
-    timed = [row.case for row in comparison.rows if row.after is not None] + comparison.new
+    timed = [comparison.label(row) for row in comparison.rows if row.after is not None] + comparison.new
     text = "required, and no such case has a time after"
-    unmet = [pattern for pattern in required if not fnmatch.filter(timed, pattern)]
+    unmet = [pattern for pattern in required if not any(fits(case, pattern) for case in timed)]
     return reasons + [Reason("required", pattern, text) for pattern in unmet]
 
 

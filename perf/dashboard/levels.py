@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 LEAST = 0.01  # smallest step that is looked for, in logarithms
 CELL = LEAST / 8  # distance of levels on the grid
 MAX_CELLS = 2000  # a wider range of levels gets a coarser grid
-NOISES = LEAST / 4 * 1.6 ** np.arange(9)  # standard deviations that are tried: 0.25 to 11 %
+NOISES = LEAST / 4 * 1.6 ** np.arange(12)  # standard deviations that are tried: 0.25 to 44 %
 ENOUGH = 20  # points, from which on only those near an estimate are tried
 STEP = 1 / 100  # probability of a step at a border
 SIZE = 2.0  # density of the size of a step, in logarithms

@@ -21,10 +21,11 @@ from tritoncp.perf.records.history import ATTRIBUTES, Point
 
 ACCEPTED = "accepted.txt"  # lines of a case, a commit and a reason
 NEAR = 3  # points before and after a change that are searched for causes; commits for which "faster" is news
-# Most urgent first. "measure again": the newest runs differ, and are too few to be sure
+# Most urgent first. "measure again": the newest runs differ, and are too few to be sure; "not compared": of a
+# CPU that others may use, without a baseline in the same runs
 STATUSES = (
     *("fails now", "slower", "likely slower", "measure again", "fails still", "accepted"),
-    *("faster", "likely faster", "as before", "first run"),
+    *("faster", "likely faster", "as before", "first run", "not compared"),
 )
 
 
@@ -130,13 +131,16 @@ def read_acceptances(places: Iterable[Path]) -> list[Acceptance]:
 def find_trend(points: Sequence[Point], acceptances: Sequence[Acceptance] = ()) -> Trend:
     """Find the changes of a case, whose points are in order of time, and compare its present level."""
     timed = [i for i, point in enumerate(points) if point.ms]
-    times = [point.ms for point in points if point.ms]
+    times = comparable_times([points[i] for i in timed])
     blocks = number_blocks([points[i] for i in timed])
-    steps = find_steps(times, blocks)
+    steps = find_steps(times or [], blocks)
     likely = [step for step in steps if step.likely]
-    changes = _make_changes(times, blocks, likely) if likely else []
-    if points[-1].ms:
-        newest = _compare_newest([points[i] for i in timed], blocks, steps, changes, acceptances)
+    changes = _make_changes(times, blocks, likely) if times and likely else []
+    if points[-1].ms and times is None:
+        newest = Newest("not compared")
+    elif points[-1].ms:
+        makers = [points[i] for i in timed]
+        newest = _compare_newest(makers, times or [], blocks, steps, changes, acceptances)
     else:
         newest = Newest("fails now" if len(points) > 1 and points[-2].ms else "fails still")
     lowest = min((change.before for change in changes), default=math.inf)
@@ -165,6 +169,22 @@ def number_blocks(points: Sequence[Point]) -> list[int]:
     return blocks
 
 
+def comparable_times(points: Sequence[Point]) -> list[float] | None:
+    """Return the times of points that have one; of a host case what they would be if the baselines of all
+    points had taken their usual time, since other work on the CPU slows both. None without such a baseline.
+    """
+    times = [point.ms for point in points if point.ms]
+    if not times or not points[0].on_host:
+        return times
+    rows = [point.best_of_families() for point in points]
+    common = [name for name in rows[0] if all(name in row for row in rows)]
+    if not common:
+        return None
+    paces = [statistics.fmean(math.log(row[name]) for name in common) for row in rows]
+    usual = statistics.median(paces)
+    return [ms * math.exp(usual - pace) for ms, pace in zip(times, paces)]
+
+
 def _make_changes(times: Sequence[float], blocks: Sequence[int], steps: Sequence[Step]) -> list[Change]:
     """Return the changes between the medians of the pieces that surely lie between steps."""
     changes = []
@@ -180,13 +200,13 @@ def _make_changes(times: Sequence[float], blocks: Sequence[int], steps: Sequence
 
 def _compare_newest(
     points: Sequence[Point],
+    times: Sequence[float],
     blocks: Sequence[int],
     steps: Sequence[Step],
     changes: Sequence[Change],
     acceptances: Sequence[Acceptance],
 ) -> Newest:
     """Compare the present level with the one before it, and the newest block with the present level."""
-    times = [point.ms or 1.0 for point in points]
     if len(times) == 1:
         return Newest("first run")
 

@@ -25,6 +25,8 @@ VERSION = 1
 OURS = "tritoncp"
 # Family of baselines -> the contender without whose time it counts as untuned.
 TUNED = {"flex": "flex max-autotune"}
+# First words of the tag "pass" of host cases, which take time of a CPU that others may use, too
+HOST_PASSES = ("mask", "plan", "call", "cpu")
 # Attributes that may differ between the points of a series, and may be the cause of a change.
 ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "ptxas", "driver", "cuda", "cudnn", "python")
 
@@ -89,6 +91,11 @@ class Point:
     def ms(self) -> float | None:
         """The median time of tritoncp; None if it failed."""
         return self.own.get("ms")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is the time of a host case."""
+        return self.tags.get("pass", "").split(" ")[0] in HOST_PASSES
 
     def baselines(self) -> dict[str, float]:
         """Return the best median of each family of baselines, without untuned families, ratios to which would

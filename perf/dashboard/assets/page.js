@@ -10,7 +10,12 @@ function show(row) {
   data.x = data.time.map((_, i) => i);
   shown.data = data;
   const labels = new Map(data.x.map((i) => [i, `${data.time[i].slice(0, 10)}\n${data.commit[i].slice(0, 9)}`]));
-  for (const axis of axes) axis.major_label_overrides = labels;
+  const end = data.x.length - 1, parts = Math.min(4, end) || 1;
+  const ticks = [...new Set(Array.from({ length: parts + 1 }, (_, i) => Math.round(i * end / parts)))];
+  for (const axis of axes) {
+    axis.major_label_overrides = labels;
+    axis.ticker.ticks = ticks; // both ends are among them
+  }
   entries.forEach((entry, i) => { entry.visible = data[`ratio ${i}`].some(Number.isFinite); });
   for (const other of rows) other.ariaSelected = other === row;
   const [text, figures] = row.querySelector("template").content.cloneNode(true).children;
@@ -19,12 +24,14 @@ function show(row) {
   $("case-figures").replaceChildren(figures);
 }
 
-/** Show the cases that fit every control. */
+/** Show the cases that fit every control, and details of one of them. */
 function filter() {
   const fits = (row) => [...controls].every(({ name, value }) =>
     name === "words" ? row.dataset.words.includes(value.toLowerCase()) : !value || row.dataset[name] === value);
   for (const row of rows) row.hidden = !fits(row);
   $("count").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} cases`;
+  const visible = rows.find((row) => !row.hidden);
+  if (visible && rows.some((row) => row.hidden && row.ariaSelected === "true")) show(visible);
 }
 
 /** Show the case that the address names, the first one without a name. */

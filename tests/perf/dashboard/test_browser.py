@@ -93,6 +93,7 @@ def test_the_table_sorts_and_filters(page):
     page.get_by_label("Mask").select_option("window")
     expect(page.locator("#count")).to_have_text("2 of 9 cases")
     assert set(cases(page)) == {"window-forward", "window-backward"}
+    expect(page.locator("#case-title")).to_have_text(cases(page)[0])
     page.get_by_label("Mask").select_option(label="all")
     page.get_by_label("Status").select_option("slower")
     assert cases(page) == ["slow"]

@@ -4,12 +4,13 @@ import json
 import math
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from scipy import stats
 
-from tests.perf.synthetic_history import H100, perf, point
+from tests.perf.synthetic_history import H100, H200, perf, point
 from tritoncp.perf.dashboard import compare
 from tritoncp.perf.records.history import Point, Series, append
 
@@ -72,10 +73,35 @@ def test_series_are_compared_only_with_themselves_if_any_is_common():
     assert row.ratio == 2.0 and row.series == ""
 
 
+def test_every_output_of_two_devices_names_the_device(tmp_path):
+    for name, slow, others in (("before", 1.0, ["gone"]), ("after", 1.3, ["new"])):
+        for i, noise in enumerate((1.0, 1.01, 0.99)):
+            for series, factor in ((H200, slow), (H100, 2.0)):
+                written = point("c", factor * noise, run=str(i), series=series)
+                append(tmp_path / f"{name}.jsonl", written.as_line())
+                append(tmp_path / f"{name}.jsonl", replace(written, case=others[0]).as_line())
+    words = [tmp_path / "before.jsonl", tmp_path / "after.jsonl", "--fail-over", "5"]
+    facts = json.loads(perf("compare", *words, "--json", "--html", tmp_path / "page.html").stdout)
+    slower, gone = f"c on {H200}", [f"gone on {series}" for series in (H200, H100)]
+    assert [reason["case"] for reason in facts["reasons"]] == [slower, *gone]
+    assert facts["missing"] == gone and facts["new"] == [f"new on {series}" for series in (H200, H100)]
+    texts = perf("compare", *words, "--markdown").stdout, (tmp_path / "page.html").read_text()
+    for text in (*texts, perf("compare", *words).stdout.replace("\n", "")):
+        assert "on NVIDIA H200" in text and "on NVIDIA H100" in text
+    for pattern, code in (("new", 0), ("c on NVIDIA H1*", 0), ("gone", 1)):
+        assert perf("compare", *words[:2], "--allow-missing", "--require", pattern).exit_code == code
+
+
+def test_a_noisy_ratio_does_not_stand_above_a_sure_one():
+    before = [*runs("sure", [1.0, 1.01, 0.99]), *runs("noisy", [1.0, 2.0, 0.5])]
+    after = [*runs("sure", [1.1, 1.11, 1.09]), *runs("noisy", [1.5, 2.9, 0.8])]
+    assert [row.case for row in compare.compare(before, after).rows] == ["sure", "noisy"]
+
+
 def test_an_absent_device_is_named_and_cases_without_any_device_are_missing():
     before = [point("c", 1.0), point("c", 2.0, series=H100), point("mask", 1.0, series=Series("CPU"))]
     comparison = compare.compare(before, [point("c", 1.0)])
-    assert [row.case for row in comparison.rows] == ["c"] and comparison.missing == ["mask"]
+    assert [row.case for row in comparison.rows] == ["c"] and comparison.missing == ["mask on CPU"]
     assert comparison.absent_series == [
         str(H100)
     ] and "no measurement after on: NVIDIA H100" in compare.summary(comparison, 1)

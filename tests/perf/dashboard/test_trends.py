@@ -1,20 +1,25 @@
 """Trends: the status of a case, the commit since which it is so, accepted changes, causes."""
 
+from collections import Counter
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from tests.perf.synthetic_history import ENV, line
 from tritoncp.perf.dashboard.case_details import since_text
+from tritoncp.perf.dashboard.page import order_by_runs
 from tritoncp.perf.dashboard.trends import (
     ACCEPTED,
     NEAR,
     Cause,
+    Newest,
     find_causes,
     find_trend,
     read_acceptances,
 )
 from tritoncp.perf.exit_codes import InputError
-from tritoncp.perf.records.history import Point
+from tritoncp.perf.records.history import Point, read
 
 
 @pytest.mark.parametrize(
@@ -60,6 +65,30 @@ def test_the_status_names_the_commit_since_which_a_case_is_slower(after):
     newest = find_trend(points).newest
     assert newest.status == "slower" and newest.ratio == pytest.approx(1.1)
     assert since_text(points, newest.since) == f"{4:040x}"[:10] and newest.runs == (12, 3 * after)
+
+
+def test_a_host_case_is_compared_by_its_baseline_in_the_same_runs():
+    """The whole machine becomes slower, then the case alone; without a baseline it is not compared."""
+    busy = np.repeat([1.0, 1.0, 1.4, 1.4, 1.0, 1.4], 6)
+    own = busy * np.repeat([1.0] * 5 + [1.1], 6)
+    points = line("plan", own, tags={"pass": "plan"})
+    for point, pace in zip(points, busy):
+        point.contenders["torch"] = {"ms": 3.0 * pace}
+        del point.contenders["flex"], point.contenders["flex max-autotune"]
+    assert find_trend(points[:30]).newest.status == "as before" and find_trend(points[:30]).changes == []
+    newest = find_trend(points).newest
+    assert newest.status == "slower" and newest.ratio == pytest.approx(1.1) and newest.since.at == 30
+    for point in points:
+        del point.contenders["torch"]
+    assert find_trend(points).newest == Newest("not compared")
+
+
+def test_the_history_of_this_repository_opens_without_noise():
+    history = read(Path(__file__).parents[3] / "perf/history")
+    _, lines = order_by_runs(history.points)
+    statuses = Counter(find_trend(points).newest.status for points in lines)
+    assert not {"slower", "likely slower", "faster", "likely faster"} & statuses.keys(), statuses
+    assert statuses["measure again"] <= 3, statuses
 
 
 def test_a_new_driver_is_a_border_within_a_commit():
