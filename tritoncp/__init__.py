@@ -125,5 +125,9 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
 def __dir__() -> list[str]:
     """List public names, submodules that are imported, and names of every module, but no helpers of this
     file."""
-    own = [name for name, x in globals().items() if name.startswith("__") or sys.modules.get(f"tritoncp.{name}") is x]
+    own = [
+        name
+        for name, x in globals().items()
+        if name.startswith("__") or sys.modules.get(f"tritoncp.{name}") is x
+    ]
     return sorted({*_MODULE_OF, *own})

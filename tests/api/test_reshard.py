@@ -168,7 +168,10 @@ def test_padding_of_any_dtype_has_its_value(value: float, dtype: torch.dtype) ->
         with pytest.raises(ValueError, match="is not a value of"):
             world.shard(x, plan, dim=1, pad=value)
         return
-    for parts in (world.shard(x, plan, dim=1, pad=value), reshard(x.chunk(2, 1), None, plan, world, dim=1, pad=value)):
+    for parts in (
+        world.shard(x, plan, dim=1, pad=value),
+        reshard(x.chunk(2, 1), None, plan, world, dim=1, pad=value),
+    ):
         for rank, part in enumerate(parts):
             assert (part.double()[~plan.for_rank(rank).valid] == value).all()
 
@@ -207,7 +210,9 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
     mesh: Any = group
     if len(mesh_shape) == 2:
         mesh = dist.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "ulysses"))
-    plans = [p and replace(p, schedule="ulysses") for p in plans_of_ranks(size)]  # for which a mesh may have two
+    plans = [
+        p and replace(p, schedule="ulysses") for p in plans_of_ranks(size)
+    ]  # for which a mesh may have two
     views = [None if p is None else p.pinned().for_rank(rank) for p in plans]
     counter, results = CompileCounterWithBackend("aot_eager"), []
 
@@ -306,7 +311,9 @@ def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
 
     for equal, uneven, graph, again in ranks.run(3, work):
         assert all(equal) and again == list(range(8))
-        assert re.match(r"ValueError: x: the shards of all ranks have \[2, 3, 2\] rows;.* here \[3, 2, 2\]", uneven)
+        assert re.match(
+            r"ValueError: x: the shards of all ranks have \[2, 3, 2\] rows;.* here \[3, 2, 2\]", uneven
+        )
         assert "a graph cannot exchange: pass the plan" in graph, graph
 
 

@@ -124,7 +124,13 @@ def wide_mask(mod, batch=1):
 @pytest.mark.parametrize("tokens", [1, S // 2, S - 1, S, S + 1, 2 * S])
 def test_documents_and_trees_have_as_many_tokens_as_the_plan(tokens):
     ids = torch.arange(tokens) // 5
-    kinds = ids, ids.expand(2, -1), document(ids=ids), document(lengths=[tokens]), tritoncp.tree([-1], [tokens])
+    kinds = (
+        ids,
+        ids.expand(2, -1),
+        document(ids=ids),
+        document(lengths=[tokens]),
+        tritoncp.tree([-1], [tokens]),
+    )
     for kind in kinds:
         if tokens == S:
             assert positions(plan_of(2, 1), kind).shape[1] == S // 2

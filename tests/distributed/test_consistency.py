@@ -186,7 +186,12 @@ def calls_with_a_mesh(mesh, schedule, rank=0):
         "make_plan": lambda: make_plan(mask(), mesh, schedule=schedule or "auto"),
         "flex_attention": lambda: flex_attention(q(), q(), q(), placed, mesh=mesh),
         "varlen_attention": lambda: tritoncp.varlen_attention(
-            x, x, x, edges if schedule is None else placed, mesh=mesh, causal=True if schedule is None else None
+            x,
+            x,
+            x,
+            edges if schedule is None else placed,
+            mesh=mesh,
+            causal=True if schedule is None else None,
         ),
         "shard": lambda: tritoncp.shard(q(S), placed, mesh, dim=2),
         "unshard": lambda: tritoncp.unshard(q(), placed, mesh, dim=2),
@@ -218,7 +223,10 @@ def test_a_mesh_of_two_dimensions_is_refused_without_a_schedule_that_needs_two()
             if (schedule or "").startswith("ulysses"):
                 assert not isinstance(square, str), (schedule, name, square)
             else:
-                assert re.match(r"ValueError: mesh has two dimensions, \('dp', 'cp'\)", square), (name, square)
+                assert re.match(r"ValueError: mesh has two dimensions, \('dp', 'cp'\)", square), (
+                    name,
+                    square,
+                )
                 assert "share one sequence: pass mesh['cp']" in square
     taking = {
         name

@@ -114,7 +114,9 @@ class World:
     ) -> list[TreeEdges]:
         """Return the edges of all ranks' parts of a prefix tree, see :func:`tritoncp.tree_edges`."""
         self._check(plan)
-        return [trees.tree_edges(plan.for_rank(rank), tree, tokens, weights) for rank in range(self.world_size)]
+        return [
+            trees.tree_edges(plan.for_rank(rank), tree, tokens, weights) for rank in range(self.world_size)
+        ]
 
     @overload
     def flex_attention(

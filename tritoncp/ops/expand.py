@@ -55,7 +55,7 @@ class Expansion(NamedTuple):
     ) -> Expansion:
         """Make the record of a function and its arguments. sizes: (Hkv, D, E) of its results"""
         leaves, form = [*arguments], None
-        if any([isinstance(x, tuple | list | dict) for x in leaves]):
+        if any(isinstance(x, tuple | list | dict) for x in leaves):
             leaves, form = tree_flatten(leaves)
         modules = tuple([x for x in (fn, *leaves) if isinstance(x, nn.Module)])
         parameters = tuple(dict.fromkeys([x for module in modules for x in module.parameters()]))

@@ -36,9 +36,9 @@ from tritoncp.integrations.transformers.positions import SHARDS
 from tritoncp.integrations.transformers.whole_sequences import hook_layers
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.varlen import Documents
-from tritoncp.planning.plan import Plan
 from tritoncp.planning import ScheduleName
 from tritoncp.planning.balance import BalancerName
+from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
 
 IGNORED = -100  # the label that transformers' losses ignore
