@@ -36,8 +36,8 @@ PINNED = {"FUSED_BACKWARD": False, "PACK_GQA": False, "ROUTE": "loops", "SPLIT_K
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 WRONG_ROUTE = "its results are not those of 'loops'"  # result of `route_check.verify_route`
 ROUTES = ("loops", "gluon")  # of the forward pass; the first is the default
-# Options of torch's kernels that have no effect here: torch's default, which asks for nothing, or None; and the
-# values that torch takes, or () for whole numbers.
+# Options of torch's kernels that have no effect here: torch's default, which asks for nothing, or None; and
+# the values that torch takes, or () for whole numbers.
 LEFT_OUT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "BACKEND": ("AUTO", ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")),
     "BLOCKS_ARE_CONTIGUOUS": (False, _SWITCH),
@@ -142,8 +142,8 @@ def warn_left_out(options: Iterable[tuple[str, Any]]) -> None:
         if value != default and (option, value) not in _warned:
             _warned.add((option, value))
             warn_caller(
-                f"kernel option {option}={value!r} has no effect: it is for torch's own kernels, and tritoncp has "
-                "others; leave it out"
+                f"kernel option {option}={value!r} has no effect: it is for torch's own kernels, and "
+                "tritoncp has others; leave it out"
             )
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -257,8 +258,9 @@ def test_a_mistake_of_one_rank_in_a_call_of_all_closes_the_group_of_the_call_alo
         for name in calls_with_a_mistake(same, None)[1]:
             few = fresh_group()
             plan = tritoncp.make_plan(mask_of(), few, schedule="ring") if name != "make_plan" else same
-            call = calls_with_a_mistake(plan, few)[1][name] if is_bad else lambda: train(few, plan, 0)
-            results[name] = attempt(call), train(other, same, 0), attempt(lambda: train(few, plan, 1))
+            right = partial(train, few, plan)
+            call = calls_with_a_mistake(plan, few)[1][name] if is_bad else partial(right, 0)
+            results[name] = attempt(call), train(other, same, 0), attempt(partial(right, 1))
         return results
 
     first, bad, last = run(3, work)

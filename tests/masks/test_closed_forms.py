@@ -54,6 +54,18 @@ def simple_forms(draw: st.DrawFn) -> MaskMod:
     )
 
 
+@given(simple_forms())
+@FEW
+def test_a_mask_mod_has_no_truth_value(form: MaskMod) -> None:
+    """`causal() and window` is the window alone."""
+    for one in (form, form & causal(), form | causal(), ~form, Selection(form, heads=(0,))):
+        for ask in (bool, lambda one: not one, lambda one: one and causal(), lambda one: one or causal()):
+            with pytest.raises(TypeError, match=r"has no truth value.*combine masks with & \| ~"):
+                ask(one)
+        with pytest.raises(TypeError, match="has no truth value"):
+            torch.compile(lambda x, one=one: x + 1 if one else x, backend="eager")(torch.ones(1))
+
+
 @st.composite
 def forms(draw: st.DrawFn) -> MaskMod:
     parts = draw(st.lists(simple_forms(), min_size=1, max_size=3))

@@ -143,10 +143,14 @@ def edited(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {  # of the parameters weight and scale
     "list": lambda *two: (lambda latent, both: expand_latent(latent, *both, 2), [*two]),
-    "dict": lambda *two: (lambda latent, by: expand_latent(latent, by["w"], *by["s"]), {"w": two[0], "s": (two[1], 2)}),
+    "dict": lambda weight, scale: (
+        lambda latent, by: expand_latent(latent, by["w"], *by["s"]), {"w": weight, "s": (scale, 2)}
+    ),
     "module": lambda *two: (Expand(*two),),
     "module as a parameter": lambda *two: (lambda latent, layer: layer(latent), Expand(*two)),
-    "module in a dict": lambda *two: (lambda latent, by: Expand.forward(by["layer"], latent), {"layer": Expand(*two)}),
+    "module in a dict": lambda *two: (
+        lambda latent, by: Expand.forward(by["layer"], latent), {"layer": Expand(*two)}
+    ),
     "edits its latent": lambda *two: (edited, *two, 2),
 }  # fmt: skip
 

@@ -281,6 +281,15 @@ def test_every_rank_derives_the_same_plan(plan: Plan) -> None:
             assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
 
 
+@pytest.mark.parametrize("world_size", [1, 3, 64])
+def test_the_repr_of_a_plan_is_a_line_without_tensors(world_size: int) -> None:
+    mask = create_block_mask(document(lengths=[300, 212]), None, None, 512, 512, BLOCK_SIZE=8)
+    plan = tritoncp.make_plan({"a": mask}, world_size=world_size)["a"]
+    for text in (repr(plan), repr(plan.part(0, 2)), repr(plan.q)):
+        assert "tensor" not in text and "\n" not in text and len(text) < 400
+    assert f"rank=0 of {world_size}, s_local={plan.s_local}" in repr(plan)
+
+
 @pytest.mark.parametrize(
     "clone", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))], ids=["copied", "pickled"]
 )
@@ -294,6 +303,7 @@ def test_plans_are_copied_and_pickled(clone: Callable[[Plan], Plan]) -> None:
     shards = world.shard(x, plan, dim=2)
     want = world.flex_attention(shards, shards, shards, plan)
     other = clone(plan)
-    assert str(other) == str(plan) and other.rank == 1 and other.q.order_is_read
+    assert str(other) == str(plan) and repr(other) == repr(plan) and other.rank == 1
+    assert other is not plan and other.q.order_is_read
     for a, b in zip(world.flex_attention(shards, shards, shards, other), want):
         assert torch.equal(a, b)

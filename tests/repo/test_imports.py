@@ -241,13 +241,16 @@ def test_kernels_checks_and_measurements_run_where_einops_is_not_installed():
 
 
 def test_public_names_resolve_and_type_checkers_see_the_same():
+    body = ast.parse((ROOT / "tritoncp" / "__init__.py").read_text()).body
+    blocks = {ast.unparse(block.test): block.body for block in body if isinstance(block, ast.If)}
     typed = {
         (alias.name, node.module.startswith("torch."))
-        for block in ast.parse((ROOT / "tritoncp" / "__init__.py").read_text()).body
-        if isinstance(block, ast.If)
-        for node in block.body
+        for node in blocks["TYPE_CHECKING"]
         for alias in node.names
     }
+    # A type checker that sees a module's __getattr__ takes every misspelled name.
+    assert [node.name for node in blocks["not TYPE_CHECKING"]] == ["__getattr__"]
+    assert "__getattr__" not in {node.name for node in body if isinstance(node, ast.FunctionDef)}
     assert {name for name, is_of_torch in typed if not is_of_torch} == set(tritoncp.__all__)
     assert set(tritoncp.__all__) <= set(dir(tritoncp))
     for name, is_of_torch in typed:  # torch's are for import lines of which tritoncp takes the place

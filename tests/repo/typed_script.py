@@ -41,7 +41,7 @@ out, packed_aux = tritoncp.varlen_attention(x, x, x, lengths, causal=True, retur
 assert_type(packed_aux, AuxOutput)
 
 if TYPE_CHECKING:  # names that do not exist, and wrong types, are errors of the type checker
-    tritoncp.flex_atention  # type: ignore[attr-defined]
+    tritoncp.flex_atention(q, k, v)  # type: ignore[attr-defined]
     tritoncp.make_plan(mask, balancer="ptr")  # type: ignore[call-overload]
     tritoncp.make_plan(mask, schedule="rings")  # type: ignore[call-overload]
     tritoncp.make_plan(mask, "cp")  # type: ignore[call-overload]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
@@ -107,10 +107,10 @@ def flex_attention(
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
-    block_mask: MaskLike | Mesh = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
-    kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., mesh: Mesh = ...,
-    positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
-    expand: Sequence[Any] | None = ...,
+    block_mask: MaskLike | Mesh = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    return_lse: Literal[True], kernel_options: dict[str, Any] | None = ..., return_aux: None = ...,
+    mesh: Mesh = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
+    batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
@@ -123,10 +123,10 @@ def flex_attention(
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
-    block_mask: MaskLike | Mesh = ..., scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
-    kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ..., mesh: Mesh = ...,
-    positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
-    expand: Sequence[Any] | None = ...,
+    block_mask: MaskLike | Mesh = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: bool = ..., kernel_options: dict[str, Any] | None = ..., *,
+    return_aux: AuxRequest | None = ..., mesh: Mesh = ..., positions: Tensor | None = ...,
+    sinks: Tensor | None = ..., batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @graph_entry
 @group_call
@@ -190,10 +190,10 @@ def flex_attention(
     expand: ``(fn, *parameters)`` for latent attention (MLA): ``key`` is a latent [B, heads, S_local, C] of
     any C, ``value`` is None, and ``fn(latent_rows, *parameters)`` returns key [B, Hkv, rows, D] and value [B,
     Hkv, rows, E] of these rows. Ranks send the latent; each step expands the rows that it reads, and the
-    backward pass expands them again, as :func:`torch.utils.checkpoint.checkpoint` does. Parameters are tensors,
-    lists and dicts of them, modules (``fn`` may be one), or constants; tensors get this rank's part of their
-    gradients. ``fn`` maps each row by itself and gets no positions: rotary channels are part of the latent,
-    rotated beforehand. Not under Ulysses.
+    backward pass expands them again, as :func:`torch.utils.checkpoint.checkpoint` does. Parameters are
+    tensors, lists and dicts of them, modules (``fn`` may be one), or constants; tensors get this rank's part
+    of their gradients. ``fn`` maps each row by itself and gets no positions: rotary channels are part of the
+    latent, rotated beforehand. Not under Ulysses.
 
     >>> import torch
     >>> from tritoncp import causal
@@ -241,7 +241,7 @@ def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any
     elif score_mod is not None:
         raise TypeError(
             f"score_mod, the fourth argument, is a {type(score_mod).__name__}; a score_mod, a mask or a Plan "
-            f"is needed{_dense_mask_hint(score_mod)}"
+            f"is needed{_hint(score_mod)}"
         )
     if block_mask is None or isinstance(block_mask, MASKS):
         return score_mod, block_mask, mesh
@@ -251,19 +251,27 @@ def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any
             "Q_LEN, KV_LEN)"
         )
     if isinstance(block_mask, Tensor):
-        raise TypeError(f"block_mask is a Tensor; a mask or a Plan is needed{_dense_mask_hint(block_mask)}")
+        raise TypeError(f"block_mask is a Tensor; a mask or a Plan is needed{_hint(block_mask)}")
     if score_mod is not None:
         raise TypeError(
             f"block_mask, after a score_mod, is a {type(block_mask).__name__}; a mask or a Plan is needed: "
             "pass a mesh by name, mesh=..."
         )
+    if not groups.is_mesh(block_mask):
+        raise TypeError(
+            f"block_mask, the fifth argument, is a {type(block_mask).__name__}; a mask, a Plan or a mesh is "
+            f"needed{_hint(block_mask)}"
+        )
     return None, None, block_mask
 
 
-def _dense_mask_hint(argument: Any) -> str:
-    if not isinstance(argument, Tensor):
-        return ""
-    return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
+def _hint(argument: Any) -> str:
+    """Return the end of an error about an argument that is no mask: how to get one."""
+    if isinstance(argument, Mapping):
+        return f": pass the value of this layer, of {', '.join(map(repr, argument))}"
+    if isinstance(argument, Tensor):
+        return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
+    return ""
 
 
 @untraced

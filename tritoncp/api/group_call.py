@@ -18,8 +18,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def group_call(fn: Function) -> Function:
     """Wrap a function that all ranks of a group call together, so that an exception on one of them closes the
-    group, before this rank can make other calls. The group is that of the mesh argument, and no other: without
-    a mesh no other rank takes part in the call, and its exception closes nothing.
+    group, before this rank can make other calls. The group is that of the mesh argument, and no other:
+    without a mesh no other rank takes part in the call, and its exception closes nothing.
 
     Dynamo traces the copy ``call.__wrapped__``, never ``call``, whose code may be marked as untraced.
     """

@@ -105,8 +105,8 @@ class ContextParallel(ParallelStyle):
         for name in always:
             if name not in known:
                 raise TypeError(
-                    f"ContextParallel has no argument {name!r}{advice(name, known)}. It has plan, seq_dim and, "
-                    f"for every call, {', '.join(known)}"
+                    f"ContextParallel has no argument {name!r}{advice(name, known)}. It has plan, seq_dim "
+                    f"and, for every call, {', '.join(known)}"
                 )
         if seq_dim not in LAYOUTS:
             raise ValueError(

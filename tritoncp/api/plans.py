@@ -40,9 +40,9 @@ def make_plan(
 ) -> Plan: ...  # fmt: skip
 @overload
 def make_plan(
-    block_mask: Mapping[str, BlockMask | Mask], mesh: Mesh = ..., *, balancer: BalancerName | Balancer | None = ...,
-    schedule: ScheduleName = ..., world_size: int | None = ..., rank: int | None = ...,
-    layer: Mapping[str, int] | None = ...,
+    block_mask: Mapping[str, BlockMask | Mask], mesh: Mesh = ..., *,
+    balancer: BalancerName | Balancer | None = ..., schedule: ScheduleName = ...,
+    world_size: int | None = ..., rank: int | None = ..., layer: Mapping[str, int] | None = ...,
 ) -> dict[str, Plan]: ...  # fmt: skip
 @host_only
 @group_call
@@ -60,10 +60,10 @@ def make_plan(
 
     block_mask: a mask, or a dict of the masks of a model's layers: their work is summed for one placement,
     and the result is a dict of plans. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call this (2-D
-    with schedule="ulysses" or "ulysses+ring": the second dimension exchanges heads); without a mesh, ``world_size``
-    and ``rank`` (0 by default). balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch;
-    "ptrr_unweighted": torch's placement), a function from a ``tritoncp.planning.work.Work`` to the blocks of
-    each rank, None for natural order, or "auto": of these names and natural order, each with its fastest
+    with schedule="ulysses" or "ulysses+ring": the second dimension exchanges heads); without a mesh,
+    ``world_size`` and ``rank`` (0 by default). balancer: a name in ``tritoncp.balancers`` ("locality": few
+    keys to fetch; "ptrr_unweighted": torch's placement), a function from a ``tritoncp.planning.work.Work`` to
+    the blocks of each rank, None for natural order, or "auto": of these names and natural order, each with its fastest
     schedule, the one with the shortest predicted time for a layer of each mask; ``plan.reason`` has the
     times. "auto" makes all these placements, in 2 s for 1M tokens on 64 ranks; beyond twice that size it
     omits "locality". schedule: a name, or "auto" (the fastest for the placement). layer: sizes of the layer

@@ -146,11 +146,11 @@ def unshard(
     batch_dim: int | None = 0,
     grad: str | None = None,
 ) -> Tensor:
-    """Gather the shards of all ranks into the global tensor, without padding: the inverse of :func:`shard`. In
-    a compiled graph it is one op.
+    """Gather the shards of all ranks into the global tensor, without padding: the inverse of :func:`shard`.
+    In a compiled graph it is one op.
 
-    plan_or_mask: as in :func:`shard`. Where it has no lengths, as None, the ranks exchange the lengths of their
-    even pieces at every call; a graph needs a plan or mask with lengths.
+    plan_or_mask: as in :func:`shard`. Where it has no lengths, as None, the ranks exchange the lengths of
+    their even pieces at every call; a graph needs a plan or mask with lengths.
     ``grad``: needed if x requires grad, the backward pass: "sum" (the loss is a sum over ranks:
     reduce-scatter) or "slice" (every rank computes the same loss: each keeps its rows, no communication).
     """

@@ -123,8 +123,8 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
     batch = max(len(within), len(at))
     if min(len(within), len(at)) not in (1, batch):
         raise ValueError(
-            f"documents has {len(within)} batch rows, and the plan places {len(at)}; pass the documents of the "
-            "batch that the plan was made for"
+            f"documents has {len(within)} batch rows, and the plan places {len(at)}; pass the documents of "
+            "the batch that the plan was made for"
         )
     local = within.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
     return local.masked_fill(at < 0, -1)
@@ -141,8 +141,8 @@ def _positions_within(documents: Any, length: int) -> Tensor:
     tokens = (mask.depth if isinstance(mask, Tree) else mask.ids).shape[-1]
     if tokens != length:
         raise ValueError(
-            f"documents is of {tokens} tokens, and the plan of {length}: pass the documents or the tree of the "
-            "whole sequence, padding included"
+            f"documents is of {tokens} tokens, and the plan of {length}: pass the documents or the tree of "
+            "the whole sequence, padding included"
         )
     if isinstance(mask, Tree):
         return mask.positions(length)
@@ -187,7 +187,8 @@ def check_rows_along(x: Tensor, dim: int, length: int, what: str) -> None:
 
 
 def sum_even(lengths: Sequence[int]) -> int:
-    """Return the length of the sequence whose pieces, in order, have these lengths. Raises ValueError unless they are even."""
+    """Return the length of the sequence whose pieces, in order, have these lengths. Raises ValueError unless
+    they are even."""
     even = pieces(sum(lengths), len(lengths))
     if list(lengths) != even:
         raise ValueError(

@@ -171,8 +171,8 @@ def pack_trajectories(
     empty, or a prefix of another. weights: floats [L_j] for each, the weight of each token as a label, for
     example 0 for prompts; None: 1. Results are on the CPU, and equal on all ranks for equal arguments.
     Raises ValueError for trajectories that are not integers [L_j], for weights of other lengths or that
-    require grad, and if there is no token; TypeError for trajectories or weights that are not lists of numbers
-    or tensors.
+    require grad, and if there is no token; TypeError for trajectories or weights that are not lists of
+    numbers or tensors.
 
     >>> packed = pack_trajectories([[7, 8, 1], [7, 8, 2, 3], [7, 8, 1]])
     >>> packed.tokens.tolist(), packed.weights.tolist()

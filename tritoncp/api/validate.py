@@ -153,9 +153,12 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
     """Check one shard: type, layout, dtype, device and head dim."""
     _check_shard(name, x, q)
     if not 0 < x.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"{name} has head dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: use more, smaller heads"
+        remedy = (
+            "cut value along its head dim, call once for each part, and concatenate the outputs"
+            if name == "value"
+            else "torch.nn.attention.flex_attention takes other head dims, for a whole sequence on one device"
         )
+        raise ValueError(f"{name} has head dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: {remedy}")
 
 
 def _check_shard(name: str, x: Tensor, q: Tensor) -> None:
@@ -246,10 +249,10 @@ def check_mesh(mesh: Any, *plans: Any, schedule: str = "") -> None:
     names = [schedule, *[plan.schedule for plan in plans if isinstance(plan, Plan)]]
     if not any(name.startswith("ulysses") for name in names):
         raise ValueError(
-            f"mesh has two dimensions, {mesh.mesh_dim_names}, and all its {mesh.size()} ranks would share one "
-            "sequence: pass mesh['cp'], the dimension of context parallelism, by its name. For a second "
-            "dimension that exchanges heads, pass the plan of make_plan(mask, mesh, schedule='ulysses+ring'), or "
-            "of 'ulysses'"
+            f"mesh has two dimensions, {mesh.mesh_dim_names}, and all its {mesh.size()} ranks would share "
+            "one sequence: pass mesh['cp'], the dimension of context parallelism, by its name. For a second "
+            "dimension that exchanges heads, pass the plan of make_plan(mask, mesh, "
+            "schedule='ulysses+ring'), or of 'ulysses'"
         )
 
 

@@ -211,11 +211,10 @@ def group_of(mesh: Any) -> dist.ProcessGroup | None:
 
 def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
     """Return the process group of a mesh, or raise an error that names the fault of the argument."""
-    not_a_member = dist.GroupMember.NON_GROUP_MEMBER
-    if type(mesh) is type(not_a_member) and mesh == not_a_member:
-        raise ValueError(_NOT_A_MEMBER.format(which="this process group"))
-    if not isinstance(mesh, dist.DeviceMesh):
+    if not is_mesh(mesh):
         raise TypeError(f"mesh is a DeviceMesh, a ProcessGroup or None; got a {type(mesh).__name__}")
+    if not isinstance(mesh, dist.DeviceMesh):
+        raise ValueError(_NOT_A_MEMBER.format(which="this process group"))
     if mesh.ndim > 2:
         raise ValueError(
             f"this mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass its context-parallel one, for "
@@ -232,6 +231,15 @@ def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
         return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     except (LookupError, RuntimeError) as error:
         raise ValueError(_DESTROYED.format(name=str(mesh))) from error
+
+
+def is_mesh(x: Any) -> bool:
+    """Return whether an argument is a mesh or a process group, also one of other ranks."""
+    # Under Dynamo isinstance(group, A | B) is False for a group.
+    if isinstance(x, dist.DeviceMesh) or isinstance(x, dist.ProcessGroup):  # noqa: SIM101
+        return True
+    not_a_member = dist.GroupMember.NON_GROUP_MEMBER
+    return type(x) is type(not_a_member) and bool(x == not_a_member)
 
 
 def degree_of(mesh: Any) -> int:

@@ -109,8 +109,8 @@ class MaskMod(ABC):
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
-            f"{self!r} has no truth value, since `and`, `or` and `not` would drop a mask: combine masks with & | ~, "
-            "as causal() & sliding_window(128), and compare with `is None`"
+            f"{self!r} has no truth value, since `and`, `or` and `not` would drop a mask: combine masks with "
+            "& | ~, as causal() & sliding_window(128), and compare with `is None`"
         )
 
 

@@ -40,7 +40,7 @@ class Placement:
 
     length: int
     block: int
-    slots: tuple[Tensor, ...]
+    slots: tuple[Tensor, ...] = field(repr=False)
     lengths: tuple[int, ...]
     order_is_read: bool = field(default=False, init=False, repr=False)
 
@@ -325,8 +325,8 @@ def as_movable(x: Tensor) -> Tensor:
         return x
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"a tensor of {x.dtype} that requires grad: its rows are moved as bytes, without a gradient; convert "
-            "it, x.to(torch.bfloat16), or pass x.detach()"
+            f"a tensor of {x.dtype} that requires grad: its rows are moved as bytes, without a gradient; "
+            "convert it, x.to(torch.bfloat16), or pass x.detach()"
         )
     return x.view(WORDS[x.dtype.itemsize])
 

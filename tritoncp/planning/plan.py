@@ -449,6 +449,16 @@ class Plan(BlockMaskInterface):
     def __str__(self) -> str:
         return "\n".join(format_lines(Facts.of(self)))
 
+    def __repr__(self) -> str:
+        """
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> make_plan(create_block_mask(causal(), 1, 1, 512, 512), world_size=2, rank=1, schedule="ring")
+        Plan(rank=1 of 2, s_local=256, balancer='ptrr', schedule='ring', mask=Mask(B=1, H=1, q=512, kv=512, \
+block=(128, 128), sparsity=37.50%, rows see intervals))
+        """
+        rank = f"rank={self.rank} of {self.world_size}, s_local={self.s_local}"
+        return f"Plan({rank}, balancer={self.balancer!r}, schedule={self.schedule!r}, mask={self.mask!r})"
+
     # -- pickled copies -----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict:
