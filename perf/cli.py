@@ -97,6 +97,7 @@ def _parse_percent(context: click.Context, option: click.Parameter, text: str | 
 )
 @click.option("--html", type=OutputFile(), metavar="FILE", help="Also write a page of it.")
 @click.option("--markdown", is_flag=True, help="For a comment on a pull request.")
+@click.option("--csv", type=OutputFile(), metavar="FILE", help="Also write the rows, for a spreadsheet.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout: verdict, reasons, rows.")
 def compare(
     before: str,
@@ -109,6 +110,7 @@ def compare(
     allow_new_device: bool,
     html: Path | None,
     markdown: bool,
+    csv: Path | None,
     as_json: bool,
 ) -> None:
     """Ratio of times, AFTER over BEFORE, for each case: worst first, with a confidence interval.
@@ -155,6 +157,8 @@ def compare(
             lines=rows,
         )
         html.write_text(page, encoding="utf-8")
+    if csv is not None:
+        csv.write_text(result.as_csv(), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif markdown:

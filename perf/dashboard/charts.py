@@ -55,6 +55,26 @@ def find_levels(trend: Trend) -> list[float]:
     return [level for level, piece in zip(levels, pieces) for _ in piece]
 
 
+def sparkline(trend: Trend, width: int = 80, height: int = 18) -> str:
+    """Return the points of a polyline of a case's last 60 times, from the first to the newest.
+
+    >>> from tritoncp.perf.records.history import Point, Series
+    >>> from tritoncp.perf.dashboard.trends import find_trend
+    >>> figures = [{"tritoncp": {"ms": ms}} for ms in (1.0, 3.0, 2.0)]
+    >>> sparkline(find_trend([Point("r", "t", "c", Series("d"), {}, own) for own in figures]))
+    '1,17 40,1 79,9'
+    """
+    times = [point.ms for point in trend.points if point.ms][-60:]
+    if len(times) < 2:
+        return ""
+    low, span = min(times), (max(times) - min(times)) or 1.0
+    step = (width - 2) / (len(times) - 1)
+    return " ".join(
+        f"{1 + i * step:.0f},{height - 1 - (height - 2) * (ms - low) / span:.0f}"
+        for i, ms in enumerate(times)
+    )
+
+
 def make_time_chart(source: ColumnDataSource) -> Any:
     """Make the chart of a case's times: median, quartiles, level and failures."""
     plot = _make_figure("milliseconds", 300)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import fnmatch
+import io
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +58,15 @@ class Gate(NamedTuple):
             "rows": rows,
             "geomean": self.comparison.geomean,
         }
+
+    def as_csv(self) -> str:
+        """Format the rows, with a head: the figures of the JSON, an empty cell for one that is unknown."""
+        file = io.StringIO()
+        names = ("case", "series", "before", "after", "ratio", "low", "high", "verdict")
+        writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.as_json()["rows"])
+        return file.getvalue()
 
     def markdown(self) -> str:
         """Format a comment: the summary, the reasons, and the table, folded if the gate passes. The end of a

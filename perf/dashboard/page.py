@@ -79,6 +79,7 @@ def page(history: History, repository: str = "", acceptances: Sequence[Acceptanc
         devices=list_devices(all_trends, runs),
         trends=all_trends,
         events=list_events(all_trends),
+        sparkline=charts.sparkline,
         filters=_list_filters(all_trends),
         repository=repository,
         notes=_list_notes(history),

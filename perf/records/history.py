@@ -186,7 +186,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def files(places: Iterable[Path]) -> list[Path]:
-    """List files, and the .jsonl files in folders, by name.
+    """List files, and the .jsonl and .json files in folders, by name.
 
     Raises FileNotFoundError for a missing path, OSError for a device, which may be endless.
     """
@@ -197,7 +197,7 @@ def files(places: Iterable[Path]) -> list[Path]:
                 f"{place} does not exist: name a history file, or a folder of *.jsonl files"
             )
         if place.is_dir():
-            paths += sorted(path for path in place.glob("*.jsonl") if not path.is_dir())
+            paths += sorted(path for path in place.glob("*.json*") if is_history(path) and not path.is_dir())
         elif place.is_char_device() or place.is_block_device():
             raise OSError(f"{place} is a device: name a history file, or a folder of *.jsonl files")
         else:
@@ -205,8 +205,40 @@ def files(places: Iterable[Path]) -> list[Path]:
     return paths
 
 
+def is_history(path: Path) -> bool:
+    """Whether a file's name is that of a history, or of a file that `pytest --benchmark-autosave` writes."""
+    return path.suffix == ".jsonl" or (path.suffix == ".json" and path.name[:4].isdigit())
+
+
+def benchmark_points(saved: dict[str, Any]) -> list[Point]:
+    """Make the points of a file of pytest-benchmark: one for each benchmark, whose case is its full name.
+
+    Raises KeyError, TypeError, ValueError or AttributeError for another file.
+    """
+    commit, machine = saved["commit_info"], saved["machine_info"]
+    revision = str(commit["id"]) + "+" * bool(commit.get("dirty"))
+    env = {"commit": revision, "python": machine["python_version"]}
+    series = Series(str(machine.get("cpu", {}).get("brand_raw") or machine["machine"]))
+    points = []
+    for benchmark in saved["benchmarks"]:
+        stats = benchmark["stats"]
+        times = {"ms": stats["median"], "low": stats["q1"], "high": stats["q3"]}
+        figures = {name: 1000 * seconds for name, seconds in times.items()}
+        if stats.get("data"):
+            figures["samples"] = [1000 * seconds for seconds in stats["data"]]
+        line = {
+            "run": saved["datetime"],
+            "time": saved["datetime"],
+            "case": benchmark["fullname"],
+            "env": env,
+        }
+        points.append(point_of({**line, "series": series._asdict(), "contenders": {OURS: figures}}))
+    return points
+
+
 def read(*places: Path) -> History:
-    """Read history files and folders. Broken lines are listed in the result, and never raise.
+    """Read history files and folders. Broken lines are listed in the result, and never raise. A .json file is
+    one of pytest-benchmark.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "a.jsonl")
@@ -218,6 +250,13 @@ def read(*places: Path) -> History:
     """
     history = History([], [])
     for path in files(places):
+        if path.suffix == ".json":
+            try:
+                history.points.extend(benchmark_points(parse_json(path.read_bytes())))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                why = f"no file of pytest-benchmark: {type(error).__name__}: {error}"
+                history.problems.append(BrokenLine(path, 1, why))
+            continue
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
                 point = _parse_line(text) if text.strip() else None

@@ -1,5 +1,6 @@
 """Verdicts of `tritoncp perf compare` and their reasons, for programs and for comments."""
 
+import csv
 import json
 from functools import partial
 
@@ -37,6 +38,10 @@ def test_a_verdict_has_a_reason_for_each_case(side):
         kind == "slower" and text.startswith("19.") and text.endswith("5 % is allowed") and len(reasons) == 3
     )
     assert {row["case"]: row["verdict"] for row in facts["rows"]}["slow"] == "TOO SLOW"
+    table = before.with_name("rows.csv")
+    assert run_compare(before, after, "--fail-over", "5", "--csv", table).exit_code == 1
+    rows = {row["case"]: row for row in csv.DictReader(table.read_text().splitlines())}
+    assert float(rows["slow"]["ratio"]) == pytest.approx(1.2, abs=0.01) and rows["broke"]["ratio"] == ""
     comment = run_compare(before, after, "--fail-over", "5", "--markdown").stdout
     assert "- `gone`: measured before and not after" in comment.partition("<details")[0]
     code, facts = judge(before, before, "--fail-over", "5")

@@ -24,7 +24,9 @@ def test_a_partial_run_is_named_as_one_and_a_case_that_it_slowed_is_counted():
     points = [p for p in points if p.run != "run5" or p.case in ("case-5", "case-6", "case-7", "case-8")]
     (row,) = devices(points)
     assert "4 of 42" in row and "1 measure again" in row
-    assert '<span class="unsure">4 of 42</span>' in page(History(points, []))
+    html = page(History(points, []))
+    assert '<span class="unsure">4 of 42</span>' in html
+    assert html.count("<polyline points=") == 42 and '<polyline points="1,17 ' in html
 
 
 def test_a_regression_is_seen_until_its_case_is_measured_again():

@@ -28,6 +28,25 @@ def test_points_are_read_as_written(tmp_path):
         read(tmp_path / "nowhere")
 
 
+def test_files_of_pytest_benchmark_are_read_beside_lines(tmp_path):
+    stats = {"median": 0.002, "q1": 0.0019, "q3": 0.0021, "data": [0.0019, 0.002, 0.0021]}
+    machine = {"python_version": "3.11.7", "machine": "x86_64", "cpu": {"brand_raw": "A CPU"}}
+    saved = {
+        "machine_info": machine, "commit_info": {"id": "a" * 40, "dirty": True},
+        "datetime": "2026-01-01T00:00:00+00:00", "benchmarks": [{"fullname": "t.py::f[1]", "stats": stats}],
+    }  # fmt: skip
+    (tmp_path / "0001_abc.json").write_text(json.dumps(saved))
+    (tmp_path / "comparison.json").write_text("{}")
+    append(tmp_path / "a.jsonl", point().as_line())
+    history = read(tmp_path)
+    assert [read_point.case for read_point in history.points] == ["t.py::f[1]", "c"] and not history.problems
+    first = history.points[0]
+    assert (first.ms, str(first.series), first.env["commit"]) == (2.0, "A CPU", "a" * 40 + "+")
+    assert first.own["samples"] == pytest.approx([1.9, 2.0, 2.1])
+    (problem,) = read(tmp_path / "comparison.json").problems
+    assert "no file of pytest-benchmark: KeyError: 'commit_info'" in str(problem)
+
+
 OWN = {"ms": 1.0}
 BROKEN = [
     *((text, "not JSON") for text in (b'{"kind": "case", "run": "r"', b"\xff\xfe\x00", b"[" * 100_000)),
