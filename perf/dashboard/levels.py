@@ -38,7 +38,7 @@ WIDEST = 6  # borders at most, at which a step that is reported can be
 DOUBT = 0.05  # least probability of a step for which the newest commit should be measured again
 NEGLIGIBLE = 5e-5  # a border of less probability is not added to a set
 
-Array = NDArray[np.float64]
+Array = NDArray[np.floating]
 
 
 class Step(NamedTuple):

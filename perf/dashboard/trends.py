@@ -160,7 +160,7 @@ def number_blocks(points: Sequence[Point]) -> list[int]:
     [0, 0, 1, 2, 3, 4]
     """
     blocks: list[int] = []
-    for before, point in pairwise([None, *points]):
+    for before, point in zip([None, *points], points):
         names = (*ATTRIBUTES, "sources")
         same = (
             before and point.env.get("commit") and all(before.env.get(n) == point.env.get(n) for n in names)

@@ -189,6 +189,7 @@ def _block_mask(
         mask = create_block_mask(mask_mod, B, H, q_len, kv_len, device or None, (blocks[0], blocks[1]))
         if key is not None:
             _MASKS.keep(key, state.tensors, mask)
+    assert mask.handle is not None
     return mask.handle
 
 

@@ -88,8 +88,9 @@ def _let_go(memory: weakref.ref[Any]) -> None:
     _HELD.pop(id(memory), None)
 
 
-def stand_for(thing: Any, handle: Tensor) -> None:
+def stand_for(thing: Any, handle: Tensor | None) -> None:
     """Make a handle name another object as long as that lives: one that refers to the handle."""
+    assert handle is not None
     number = int(handle)
     _KNOWN[number], _NUMBERS[thing] = thing, number
 

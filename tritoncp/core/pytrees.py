@@ -41,7 +41,7 @@ def register_handled(cls: type) -> None:
                 thing = _find(cls, leaf)
             if thing.handle is leaf or not torch._C._len_torch_dispatch_stack():
                 return thing
-        shell = object.__new__(cls)
+        shell: Any = object.__new__(cls)
         object.__setattr__(shell, "handle", leaf)
         return shell
 

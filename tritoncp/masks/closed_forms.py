@@ -116,11 +116,13 @@ class DocumentOfLengths(Document):
     """The result of `document(lengths=...)` inside torch.compile, where lengths have no values: its ids are
     computed when they are read."""
 
+    lengths: Sequence[Any] | Tensor
+
     def __init__(self, lengths: Sequence[Any] | Tensor) -> None:
         object.__setattr__(self, "lengths", lengths)
 
     @property
-    def ids(self) -> Tensor:  # type: ignore[override]
+    def ids(self) -> Tensor:
         return document_of(self.lengths).ids
 
     def as_call(self) -> tuple[Callable[..., MaskMod], tuple[Any, ...]]:
@@ -135,7 +137,7 @@ def document_of(lengths: Sequence[Any] | Tensor) -> Document:
         with host():
             mask = Document(_ids_from_lengths(torch.as_tensor(lengths)))
         _DOCUMENTS.keep(key, tensors, mask)
-    return mask  # type: ignore[no-any-return]
+    return mask
 
 
 _DOCUMENTS = TensorCache(8)

@@ -74,7 +74,7 @@ class MaskMod(ABC):
     def as_call(self) -> tuple[Callable[..., MaskMod], tuple[Any, ...]]:
         """Return a function and its arguments that make this mask_mod, by which a graph makes it when it
         runs: the class and its fields."""
-        return type(self), tuple([getattr(self, name) for name in fields_of(self)])  # type: ignore
+        return type(self), tuple([getattr(self, name) for name in fields_of(self)])
 
     def __copy__(self) -> Self:
         own = object.__new__(type(self))

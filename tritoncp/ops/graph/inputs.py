@@ -81,8 +81,8 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
         parts = [*thing.tensors, *thing.numbers]
         return f'["mod",{_mod(thing.digest)},{_flatten_all(parts, tensors, ints)}]'
     if isinstance(thing, MaskMod):
-        make, values = thing.as_call()
-        return f'["call",{_constant(make)},{_flatten_all(values, tensors, ints)}]'
+        make, arguments = thing.as_call()
+        return f'["call",{_constant(make)},{_flatten_all(arguments, tensors, ints)}]'
     if isinstance(thing, BlockMask):
         values = [getattr(thing, name) for name in _BLOCK_MASK_FIELDS]
         return f'["blocks",{_constant(BlockMask)},{_flatten_all(values, tensors, ints)}]'
