@@ -58,19 +58,19 @@ def make_plan(
 ) -> Plan | dict[str, Plan]:
     """Assign the blocks of the global mask to ranks, and choose a schedule of communication.
 
-    block_mask: a mask, or a dict of the masks of a model's layers: their work is summed for one placement,
-    and the result is a dict of plans. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call this (2-D
-    with schedule="ulysses" or "ulysses+ring": the second dimension exchanges heads); without a mesh,
-    ``world_size`` and ``rank`` (0 by default). balancer: a name in ``tritoncp.balancers`` ("locality": few
-    keys to fetch; "ptrr_unweighted": torch's placement), a function from a ``tritoncp.planning.work.Work`` to
-    the blocks of each rank, None for natural order, or "auto": of these names and natural order, each with
-    its fastest schedule, the one with the shortest predicted time for a layer of each mask; ``plan.reason``
-    has the times. "auto" makes all these placements, in 2 s for 1M tokens on 64 ranks; beyond twice that size it
-    omits "locality". schedule: a name, or "auto" (the fastest for the placement). layer: sizes of the layer
-    for which "auto" predicts, as for :meth:`Plan.explain`, with ``latent`` for one that calls
-    :func:`flex_attention` with ``expand``; None: 32 query heads, 8 KV heads, head dim 128. Raises TypeError
-    for a mask_mod, which has no lengths; raises on all ranks where one fails, or where ranks differ in mask,
-    options or versions.
+    block_mask: a mask, or a dict of the masks of a model's layers: their work is summed for one
+    placement, and the result is a dict of plans. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all
+    call this (2-D with schedule="ulysses" or "ulysses+ring": the second dimension exchanges heads);
+    without a mesh, ``world_size`` and ``rank`` (0 by default). balancer: a name in ``tritoncp.balancers``
+    ("locality": few keys to fetch; "ptrr_unweighted": torch's placement), a function from a
+    ``tritoncp.planning.work.Work`` to the blocks of each rank, None for natural order, or "auto": of
+    these names and natural order, each with its fastest schedule, the one with the shortest predicted
+    time for a layer of each mask; ``plan.reason`` has the times. "auto" makes all these placements, in 2
+    s for 1M tokens on 64 ranks; beyond twice that size it omits "locality". schedule: a name, or "auto"
+    (the fastest for the placement). layer: sizes of the layer for which "auto" predicts, as for
+    :meth:`Plan.explain`, with ``latent`` for one that calls :func:`flex_attention` with ``expand``; None:
+    32 query heads, 8 KV heads, head dim 128. Raises TypeError for a mask_mod, which has no lengths;
+    raises on all ranks where one fails, or where ranks differ in mask, options or versions.
 
     >>> import torch
     >>> from tritoncp import causal, create_block_mask, sliding_window
