@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from tritoncp.command_base import OutputFile, make_console
+from tritoncp.perf.bisection import bisect
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard import gate
 from tritoncp.perf.exit_codes import (
@@ -41,6 +42,7 @@ def perf() -> None:
 
 
 perf.add_command(run, "run")
+perf.add_command(bisect)
 
 
 def _parse_percent(context: click.Context, option: click.Parameter, text: str | None) -> float | None:

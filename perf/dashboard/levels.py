@@ -16,7 +16,7 @@ outlier, one run of a new commit proves nothing however slow it is; three runs o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +38,10 @@ WIDEST = 6  # borders at most, at which a step that is reported can be
 DOUBT = 0.05  # least probability of a step for which the newest commit should be measured again
 NEGLIGIBLE = 5e-5  # a border of less probability is not added to a set
 
-Array = NDArray[np.floating]
+Array = NDArray[np.floating[Any]]
 
 
-class Step(NamedTuple):
+class LevelStep(NamedTuple):
     """A step of the level, up or down, at a border from ``first`` to ``last``, most probably at ``best``.
 
     Borders are numbered by the block after them. probability: that there is a step at one of them.
@@ -63,7 +63,7 @@ class Step(NamedTuple):
         return self.likely and self.probability >= CERTAIN
 
 
-def find_steps(values: Sequence[float], blocks: Sequence[int]) -> list[Step]:
+def find_steps(values: Sequence[float], blocks: Sequence[int]) -> list[LevelStep]:
     """Find the steps of positive numbers in order of time, also those in DOUBT. blocks: the number of each
     one's block, from 0 on
 
@@ -145,7 +145,7 @@ def _drift(levels: Array) -> Array:
     return moved
 
 
-def _collect(probabilities: Array, up: bool) -> list[Step]:
+def _collect(probabilities: Array, up: bool) -> list[LevelStep]:
     """Collect the steps in one direction: around each likely border, as few borders as surely hold it."""
     steps, left = [], probabilities.copy()
     while (best := int(np.argmax(left))) and left[best] >= DOUBT / 5:
@@ -159,5 +159,5 @@ def _collect(probabilities: Array, up: bool) -> list[Step]:
             first, last = (first - 1, last) if sides[0] >= sides[1] else (first, last + 1)
         left[first : last + 1] = 0.0
         if total >= DOUBT:
-            steps.append(Step(first, best, last, up, min(total, 1.0)))
+            steps.append(LevelStep(first, best, last, up, min(total, 1.0)))
     return steps

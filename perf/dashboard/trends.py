@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from tritoncp.perf.dashboard.levels import LEAST, Step, find_steps
+from tritoncp.perf.dashboard.levels import LEAST, LevelStep, find_steps
 from tritoncp.perf.exit_codes import InputError
 from tritoncp.perf.records.history import ATTRIBUTES, Point
 
@@ -159,13 +159,11 @@ def number_blocks(points: Sequence[Point]) -> list[int]:
     >>> number_blocks([Point("r", "t", "c", Series("d"), env, {}) for env in envs])
     [0, 0, 1, 2, 3, 4]
     """
-    blocks: list[int] = []
-    for before, point in zip([None, *points], points):
-        names = (*ATTRIBUTES, "sources")
-        same = (
-            before and point.env.get("commit") and all(before.env.get(n) == point.env.get(n) for n in names)
-        )
-        blocks.append((blocks[-1] + (not same)) if blocks else 0)
+    names = (*ATTRIBUTES, "sources")
+    blocks = [0] * min(1, len(points))
+    for before, point in pairwise(points):
+        is_same = all(before.env.get(name) == point.env.get(name) for name in names)
+        blocks.append(blocks[-1] + (not is_same or not point.env.get("commit")))
     return blocks
 
 
@@ -185,7 +183,7 @@ def comparable_times(points: Sequence[Point]) -> list[float] | None:
     return [ms * math.exp(usual - pace) for ms, pace in zip(times, paces)]
 
 
-def _make_changes(times: Sequence[float], blocks: Sequence[int], steps: Sequence[Step]) -> list[Change]:
+def _make_changes(times: Sequence[float], blocks: Sequence[int], steps: Sequence[LevelStep]) -> list[Change]:
     """Return the changes between the medians of the pieces that surely lie between steps."""
     changes = []
     starts = [0, *(blocks.index(step.last) for step in steps)]
@@ -202,7 +200,7 @@ def _compare_newest(
     points: Sequence[Point],
     times: Sequence[float],
     blocks: Sequence[int],
-    steps: Sequence[Step],
+    steps: Sequence[LevelStep],
     changes: Sequence[Change],
     acceptances: Sequence[Acceptance],
 ) -> Newest:

@@ -96,7 +96,7 @@ def test_the_table_sorts_and_filters(page):
     expect(page.locator("#case-title")).to_have_text(cases(page)[0])
     page.get_by_label("Mask").select_option(label="all")
     page.get_by_label("Status").select_option("slower")
-    assert cases(page) == ["slow"]
+    assert set(cases(page)) == {"slow", "window-forward", "window-backward"}
     page.get_by_label("Status").select_option(label="all")
     page.get_by_label("Name, model or shape").fill("llama")
     expect(page.locator("#count")).to_have_text("1 of 9 cases")
