@@ -122,6 +122,25 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
         return value
 
 
+def _offer_operators(torch: Any) -> None:
+    """Make ``torch.ops.tritoncp`` register all operators at its first use, for saved programs that are loaded
+    before any call."""
+
+    class Operators(torch._ops._OpNamespace):  # type: ignore[misc]
+        __module__ = "torch._ops"  # from which the names of operators follow
+
+        def __getattr__(self, name: str) -> Any:
+            if "tritoncp.ops.dispatch" not in sys.modules:  # by which they are registered
+                importlib.import_module("tritoncp.api.parallel")
+            return super().__getattr__(name)
+
+    torch.ops.tritoncp = Operators("tritoncp")
+
+
+if "torch" in sys.modules:
+    _offer_operators(sys.modules["torch"])
+
+
 def __dir__() -> list[str]:
     """List public names, submodules that are imported, and names of every module, but no helpers of this
     file."""

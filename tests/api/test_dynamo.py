@@ -1,6 +1,8 @@
 """Tests under torch.compile: one graph serves all masks, and no value of a mask or mod is constant in it."""
 
+import functools
 import gc
+import re
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tritoncp import mods as tritoncp_mods
 from tritoncp.api import dynamo, plan_cache
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.ops import autograd
+from tritoncp.ops.graph import constants
 from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 from tritoncp.reference.dense import dense_attention
 
@@ -344,3 +347,39 @@ def test_objects_that_graphs_name_are_bounded(monkeypatch):
     with pytest.raises(RuntimeError, match=r"torch\._dynamo\.reset"):
         rebuild(second, [], [])
     assert rebuild(flatten_callable(idle, [], []), [], [])(0, 0, 0, 0) == 1
+
+
+NAMED = {
+    "a mask_mod": mask_mod(1),
+    "a score_mod": score_of(torch.ones(2), 1),
+    "a closed form": causal() & document(lengths=[10, 54]),
+    "a partial": functools.partial(made_translation, mask=None, score_mod=torch.tanh),
+    "a method": Layer().forward,
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_graph_names_objects_so_that_another_process_finds_them(name, monkeypatch):
+    """The tables are empty there; code with another digest is not taken for the one that was meant."""
+    thing = NAMED[name]
+    text = flatten_callable(thing, tensors := [], ints := [])
+    monkeypatch.setattr(constants, "_CONSTANTS", BoundedCache(1 << 15))
+    monkeypatch.setattr(constants, "_NAMES", BoundedCache(1 << 15))
+    other = rebuild(text, tensors, ints)
+    assert "@" not in text and type(other) is type(thing)
+    assert flatten_callable(other, [], []) == text
+    digest = re.search("#[0-9a-f]{16}", text)
+    if digest is not None:
+        with pytest.raises(RuntimeError, match=r"of the module .*test_dynamo, which has no such code"):
+            rebuild(text.replace(digest[0], f"#{0:016x}"), tensors, ints)
+
+
+def test_a_graph_calls_nothing_that_only_its_text_names():
+    """A saved program is not trusted with functions that are no masks."""
+    for text in ('["call","builtins:dict",[]]', '["is","builtins:exec"]', '["is","os:system"]'):
+        with pytest.raises((TypeError, RuntimeError), match=r"not made by tritoncp|no such code"):
+            rebuild(text, [], [])
+    text = flatten_callable(eval("lambda b, h, q, kv: q > kv + 77"), [], [])
+    number = re.search("@([0-9]+)", text)[1]
+    with pytest.raises(RuntimeError, match="no name by which another process could find it"):
+        rebuild(text.replace(number, str(int(number) ^ 1)), [], [])

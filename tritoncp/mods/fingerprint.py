@@ -178,7 +178,7 @@ class Fingerprint(ModState):
             elif obj.__name__ in _EDITS:
                 raise Incomparable(f"{path}() edits a container, or reads attributes by a format string")
             return "method", obj.__name__, self._value(path, owner)
-        if not _is_of_library(obj, kind):
+        if not is_of_library(obj, kind):
             raise Incomparable(f"{path} is {_describe(obj)}, of which any state may be read")
         return obj
 
@@ -275,7 +275,7 @@ def _refuse_impure(path: str, names: Iterable[str]) -> None:
             raise Incomparable(f"{path} calls {name}, which depends on tensor contents or settings")
 
 
-def _is_of_library(obj: Any, kind: type) -> bool:
+def is_of_library(obj: Any, kind: type) -> bool:
     """Return whether a value is a stateless module, class or function of Python or torch."""
     module = obj.__name__ if kind is types.ModuleType else getattr(obj, "__module__", None) or ""
     package = module.split(".")[0]

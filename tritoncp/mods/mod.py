@@ -156,8 +156,9 @@ def structure_of(digest: str) -> Mod:
     mod = _STRUCTURES.get(digest)
     if mod is None:
         raise RuntimeError(
-            f"the score_mod or mask_mod {digest[:12]} of a recorded call was freed: keep the result of "
-            "tritoncp.mods.score_mod(fn) for as long as the call may run again"
+            f"the score_mod or mask_mod {digest[:12]} of a recorded call was freed, or was translated in the "
+            "process that saved the call: make it here, tritoncp.mods.score_mod(fn), and keep the result for "
+            "as long as the call may run again"
         )
     return mod
 

@@ -55,7 +55,9 @@ def place_of(thing: Any) -> str | None:
     """
     kind = type(thing)
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
-    candidates = [f"{module}:{name}", f"torch:{name}", f"torch:{str(thing).removeprefix('torch.')}"]
+    last = getattr(thing, "__name__", str(thing).removeprefix("torch."))  # of a dtype: float32
+    candidates = [f"{module}:{name}", f"torch:{last}", f"torch:nn.functional.{last}"]
+    candidates += [f"types:{key}" for key, value in vars(types).items() if value is thing]
     if isinstance(thing, types.ModuleType):
         candidates = [f"{thing.__name__}:"]
     elif isinstance(thing, enum.Enum):

@@ -9,6 +9,7 @@ compiled code on disk are hit. Any other object has a number, which names nothin
 from __future__ import annotations
 
 import json
+import sys
 import types
 from typing import Any
 
@@ -16,6 +17,7 @@ from tritoncp.core import handles
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.mods import places
 from tritoncp.mods.captures import ABSENT
+from tritoncp.mods.fingerprint import is_of_library
 from tritoncp.mods.mod import structure_of
 
 # Objects by name, each in a tuple. A running graph marks its objects as recently used.
@@ -128,9 +130,16 @@ def _find(name: str) -> Any:
         return *found, tuple(filter(None, more.split(",")))
     if kind == "object" and (cls := places.find(place)) is not ABSENT:
         return cls, _tuples(json.loads(more))
-    if not rest and (thing := places.find(kind)) is not ABSENT:
+    if not rest and (thing := places.find(kind)) is not ABSENT and _is_harmless(thing):
         return thing
     raise RuntimeError(_describe_missing(name, place or kind))
+
+
+def _is_harmless(thing: Any) -> bool:
+    """Return whether the text of a program may name an object: a class, or a function of torch or math."""
+    if isinstance(thing, type) or not callable(thing) or is_of_library(thing, type(thing)):
+        return True
+    return isinstance(thing, types.FunctionType) and thing.__module__.startswith("torch.nn.functional")
 
 
 def _tuples(value: Any) -> Any:
@@ -151,9 +160,11 @@ def _describe_missing(name: str, place: str) -> str:
             "module, not in a notebook or in the text of eval, or make the program again in this process"
         )
     module, _, path = place.partition("#")[0].partition(":")
+    if module not in sys.modules:
+        return f"{_PROGRAM} {path} of the module {module}: import this module before the call"
     return (
-        f"{_PROGRAM} {path} of the module {module}, which this process has not imported, or has with other "
-        "code: import the same module before the call, or make the program again in this process"
+        f"{_PROGRAM} {path} of the module {module}, which has no such code in this process: make the program "
+        "again with the present code, or load it where the module is as it was"
     )
 
 

@@ -212,9 +212,17 @@ def _make_mod(structure: Mod, parts: list[Any]) -> Mod:
     return structure.with_captures(parts[:count], parts[count:])
 
 
+def _call(kind: Any, parts: list[Any]) -> Any:
+    """Make a closed form, named tuple or method. Raises TypeError for what a saved program may not call."""
+    if not (isinstance(kind, type) and issubclass(kind, MaskMod | tuple | types.MethodType)):
+        raise TypeError(f"a graph names {kind!r} as the class of a mask; it was not made by tritoncp")
+    return kind(*parts)
+
+
 _LEAVES = {"t": lambda tensor: tensor, "f": Tensor.item, "h": handles.object_of}
 _MAKERS: dict[str, Callable[[Any, list[Any]], Any]] = {
     **MAKERS,
+    "call": _call,
     "function": make_function,
     "object": layouts.stand_in,
     "mod": _make_mod,
