@@ -126,7 +126,7 @@ def _offer_operators(torch: Any) -> None:
     """Make ``torch.ops.tritoncp`` register all operators at its first use, for saved programs that are loaded
     before any call."""
 
-    class Operators(torch._ops._OpNamespace):  # type: ignore[misc]
+    class Operators(torch._ops._OpNamespace):
         __module__ = "torch._ops"  # from which the names of operators follow
 
         def __getattr__(self, name: str) -> Any:
