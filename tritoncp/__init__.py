@@ -124,7 +124,9 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
 
 def _offer_operators(torch: Any) -> None:
     """Make ``torch.ops.tritoncp`` register all operators at its first use, for saved programs that are loaded
-    before any call."""
+    before any call. torch: None if it is not imported"""
+    if torch is None:
+        return
 
     class Operators(torch._ops._OpNamespace):
         __module__ = "torch._ops"  # from which the names of operators follow
@@ -137,8 +139,7 @@ def _offer_operators(torch: Any) -> None:
     torch.ops.tritoncp = Operators("tritoncp")
 
 
-if "torch" in sys.modules:
-    _offer_operators(sys.modules["torch"])
+_offer_operators(sys.modules.get("torch"))
 
 
 def __dir__() -> list[str]:
