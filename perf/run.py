@@ -143,7 +143,7 @@ def main(
     if not lead:  # rank 0 writes
         journal.path, journal.as_json = Path(os.devnull), False
     num_resumed = len(journal.points)
-    with _message_of_interrupt(progress, journal, lead):
+    with _message_of_interrupt(progress, journal, lead), progress:
         if device == "host":
             failures = host_cases.run(cases, journal, deadline, seconds)
         else:

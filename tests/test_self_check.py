@@ -167,6 +167,17 @@ def test_ctrl_c_keeps_the_rows_of_a_check(monkeypatch):
     assert sum(case["right"] for case in report["cases"]) == 7
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_has_a_bar_below_the_rows(terminal, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    _, lines = run_some(monkeypatch, 50)
+    assert any("━" in line and "50/60" in line for line in lines) == terminal
+    rows = [line for line in lines if " right " in line]
+    assert len(rows) == 50 and terminal == ("\x1b" in "".join(lines))
+
+
 @pytest.mark.long
 def test_ctrl_c_ends_a_check_and_its_processes():
     """SIGINT reaches all processes of the command, as Ctrl-C does. The rows so far are reported."""

@@ -122,3 +122,13 @@ def make_console(stderr: bool = False, **options: Any) -> Any:
 
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else PIPE_WIDTH, **options)
+
+
+def make_bar(console: Any) -> Any:
+    """Make a rich bar of progress below the lines of a console: a context manager, shown on a terminal only.
+    It has no thread, since processes may be forked while it is shown: pass refresh=True to update()."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    off = not console.is_terminal
+    return Progress(*columns, console=console, transient=True, auto_refresh=False, disable=off)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncp import doctor
-from tritoncp.command_base import INTERRUPTED, make_console
+from tritoncp.command_base import INTERRUPTED, make_bar, make_console
 from tritoncp.core.environment import DEBUG
 from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
 from tritoncp.core.worker_pool import Lost, WorkerPool
@@ -85,7 +85,7 @@ def main(request: CheckRequest, as_json: bool) -> int:
     console = make_console(stderr=as_json, markup=False, highlight=False, soft_wrap=True)
     if many:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by torchrun if a rank has died: report it first
-    report = run_check(request, console if rank == 0 else None, many)
+    report = run_check(request, make_console(stderr=as_json, quiet=True) if rank else console, many)
     if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
         ended = [result for result in report.results if result.ran] if rank else ()
         for number, result in enumerate(ended, start=1):  # print again: rank 0, which had, is lost
@@ -107,7 +107,7 @@ def main(request: CheckRequest, as_json: bool) -> int:
 
 def run_check(request: CheckRequest, console: Any, many: bool) -> CheckReport:
     """Run all cases and return the report. many: on the ranks of torchrun, which (if not lost) return the
-    same report; else in simulated worlds on one device. console: for cases as they end, None: not printed"""
+    same report; else in simulated worlds on one device. console: for cases as they end"""
     device = select_device(many)
     world_size = int(os.environ["WORLD_SIZE"]) if many else request.world_size
     requested = cases.list_cases(world_size, device, request.only)
@@ -117,11 +117,14 @@ def run_check(request: CheckRequest, console: Any, many: bool) -> CheckReport:
     outcomes = run_cases(requested, ranks, request) if many else run_in_processes(requested, ranks, request)
     results: dict[CheckCase, Result] = {}
     stop: GroupClosed | None = None
+    bar = make_bar(console)
+    task = bar.add_task("", total=len(requested))
     try:
-        for result in outcomes:
-            results[result.case] = result
-            if console is not None:
+        with bar:
+            for result in outcomes:
+                results[result.case] = result
                 print_case(console, result, len(results), len(requested))
+                bar.update(task, completed=len(results), refresh=True)
         if many:
             devices = ranks.gather(f"{platform.node()} {device}")
             facts["check"] |= {f"rank {rank}": name for rank, name in enumerate(devices)}
