@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tritoncp.command_base import make_console
+from tritoncp.command_base import Seconds, make_console
 from tritoncp.core.checked_json import parse_json
 from tritoncp.core.paths import slug
 from tritoncp.perf.exit_codes import (
@@ -50,12 +50,12 @@ BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
 )
 @click.option(
     "--budget",
-    type=click.FloatRange(0, 1e9),
-    help="Starts nothing after so long. [default: smoke 30, core 470, full 3600]",
+    type=Seconds(zero=True),
+    help="Starts nothing after so long: 90s, 2m. [default: smoke 30, core 470, full 3600]",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0, 1e9),
+    type=Seconds(zero=True),
     default=1.5,
     show_default=True,
     help="Seconds of rounds for a case.",
@@ -143,7 +143,7 @@ def main(
     if not lead:  # rank 0 writes
         journal.path, journal.as_json = Path(os.devnull), False
     num_resumed = len(journal.points)
-    with _message_of_interrupt(progress, journal, lead):
+    with _message_of_interrupt(progress, journal, lead), progress:
         if device == "host":
             failures = host_cases.run(cases, journal, deadline, seconds)
         else:

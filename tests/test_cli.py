@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from tests.command_process import ROOT
 from tritoncp import doctor
 from tritoncp.cli import main
+from tritoncp.ops.tile_tables import Device
 
 
 def all_commands(
@@ -113,27 +114,67 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
     assert len(done.stderr) < 3000
 
 
+OUTPUTS = {  # of each option that names an output: words, and what does the work
+    "plan --png": (["plan", "--png=/proc/x.png"], "planning.report.command.collect_facts"),
+    "demo --out": (["demo", "--out=/proc/x"], "demo.run.introduce"),
+    "autotune --out": (["autotune", "--out=/proc/x"], "tuning.search.autotune"),
+    "perf run --out": (["perf", "run", "--device=host", "--out=/proc/x"], "perf.suite.host_cases.run"),
+    "perf dashboard --out": (["perf", "dashboard", "/", "--out=/proc/x.html"], "perf.cli.read"),
+    "perf compare --html": (["perf", "compare", "a", "b", "--html=/proc/x.html"], "perf.cli._read_side"),
+}
+UNITS = {"seconds": ("90", "2m", "1.5h"), "tokens": ("1000", "1K", "2k")}
+
+
+def options_of_all_commands() -> Iterator[tuple[str, click.Option]]:
+    """List the options of all commands with their names, as "plan --png"."""
+    for name, command in all_commands():
+        for option in command.params:
+            if isinstance(option, click.Option):
+                longest = max(option.opts, key=len)
+                yield f"{name.removeprefix('tritoncp ')} {longest}", option
+
+
+def test_times_and_tokens_are_written_alike_in_all_commands():
+    kinds = {"budget": "seconds", "timeout": "seconds", "seconds": "seconds", "seq_len": "tokens"}
+    taken = {name: option.type.name for name, option in options_of_all_commands() if option.name in kinds}
+    assert taken == {name: kinds[name.rpartition("--")[2].replace("-", "_")] for name in taken}
+    for name, option in options_of_all_commands():
+        for text in UNITS[taken[name]] if name in taken else ():
+            assert option.type.convert(text, option, None) > 0, (name, text)
+
+
+def test_every_output_is_checked():
+    names = {name for name, option in options_of_all_commands() if option.name in ("out", "png", "html")}
+    assert names == OUTPUTS.keys()
+
+
+@pytest.mark.parametrize("words", [["autotune"], ["perf", "run", "--device=cuda"]], ids=" ".join)
+def test_commands_that_need_a_gpu_end_alike_without_one(words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 2 and "torch finds no GPU" in done.stderr
+
+
 @pytest.mark.parametrize(
-    ("words", "work", "said"),
+    ("words", "work", "code", "said"),
     [
-        (["plan", "--png=/proc/x.png"], "planning.report.command.collect_facts", "/proc/x.png"),
-        (["demo", "--out=/proc/x"], "demo.run.introduce", "/proc/x"),
-        (["perf", "dashboard", "/", "--out=nowhere/x.html"], "perf.cli.read", "nowhere/x.html"),
-        (["perf", "compare", "a", "b", "--html=/proc/x.html"], "perf.cli._read_side", "/proc/x.html"),
-        (["plan", "--png=x.png"], "planning.report.command.collect_facts", "pip install matplotlib"),
-        (["demo"], "demo.run.introduce", "pip install matplotlib"),
+        *((words, work, 2, words[-1].partition("=")[2]) for words, work in OUTPUTS.values()),
+        (["plan", "--png=x.png"], "planning.report.command.collect_facts", 1, "pip install matplotlib"),
+        (["demo"], "demo.run.introduce", 1, "pip install matplotlib"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
-def test_outputs_and_packages_are_checked_before_work(words, work, said, mods, monkeypatch):
+def test_outputs_and_packages_are_checked_before_work(words, work, code, said, mods, monkeypatch):
     def start_work(*arguments: object, **options: object) -> None:
         raise AssertionError("work began")
 
+    device = Device("sm_90", "NVIDIA H200")
+    monkeypatch.setattr("tritoncp.tuning.command.find_device", lambda: device)
     monkeypatch.setattr(f"tritoncp.{work}", start_work)
     if "matplotlib" in said:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(main, words)
-    assert done.exit_code in (1, 2), done.output
+    assert done.exit_code == code, done.output
     assert said in done.stderr and "Traceback" not in done.output and "work began" not in done.output
     assert {path.name for path in mods.iterdir()} <= {"my_mods.py", "leaving.py", "demo-out", "configs"}
 

@@ -125,9 +125,62 @@ def test_a_budget_that_ends_hides_no_wrong_case(monkeypatch):
     assert not replace(right, stopped="a rank was lost").right
 
 
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_the_first_cases_are_every_schedule_in_every_dtype(world_size):
+    listed = list_cases(world_size, torch.device("cpu"))
+    pairs = {(case.schedule, case.dtype) for case in listed}
+    assert {(case.schedule, case.dtype) for case in listed[: len(pairs)]} == pairs
+    assert {case.dtype for case in listed} == {*DTYPES} and len(listed) == len(pairs) * len(MASKS)
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_an_exception_is_a_failed_case_whose_traceback_is_for_debugging(debug, monkeypatch):
+    def planted(*tensors, **options):
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setenv("TRITONCP_DEBUG", debug)
+    monkeypatch.setattr(cases, "flex_attention", planted)
+    done = CliRunner().invoke(main, ["check", "--only=one-device-causal-float32", "--budget=600"])
+    row, *rest = done.stdout.splitlines()
+    assert done.exit_code == 1
+    assert row.split()[1:] == ["FAILED", "one-device", "causal", "float32", "RuntimeError:", "first", "line"]
+    assert ("Traceback (most recent call last):" in done.stdout) == (debug == "1")
+    assert ("in planted" in done.stdout) == ("second line" in done.stdout) == (debug == "1")
+    hint = "TRITONCP_DEBUG=1 shows the traceback of a case that failed"
+    assert (hint in rest) == (debug == "0")
+
+
+def test_ctrl_c_keeps_the_rows_of_a_check(monkeypatch):
+    def interrupted(requested, ranks, request):
+        yield from (Result(case, "out", 1e-7, 1e-6, 0, (), True) for case in requested[:7])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_in_processes", interrupted)
+    done = CliRunner().invoke(main, ["check"])
+    lines = done.stdout.splitlines()
+    assert done.exit_code == 130 and lines[6].startswith(" 7/60 right")
+    assert any(line.startswith("7 of 7 cases are right") for line in lines)
+    assert lines[-1].startswith("not run: 53 more, of ") and lines[-1].endswith(": interrupted by Ctrl-C")
+    done = CliRunner().invoke(main, ["check", "--json"])
+    report = json.loads(done.stdout)
+    assert done.exit_code == 130 and report["stopped"] == "interrupted by Ctrl-C" and not report["right"]
+    assert sum(case["right"] for case in report["cases"]) == 7
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_has_a_bar_below_the_rows(terminal, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    _, lines = run_some(monkeypatch, 50)
+    assert any("━" in line and "50/60" in line for line in lines) == terminal
+    rows = [line for line in lines if " right " in line]
+    assert len(rows) == 50 and terminal == ("\x1b" in "".join(lines))
+
+
 @pytest.mark.long
 def test_ctrl_c_ends_a_check_and_its_processes():
-    """SIGINT reaches all processes of the command, as Ctrl-C does. The rows so far have been shown."""
+    """SIGINT reaches all processes of the command, as Ctrl-C does. The rows so far are reported."""
     command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
     with subprocess.Popen(
         [*command, "--only=*-causal-*"], cwd=command_process.ROOT, text=True, start_new_session=True,
@@ -137,8 +190,9 @@ def test_ctrl_c_ends_a_check_and_its_processes():
         first = process.stderr.readline()
         os.killpg(process.pid, signal.SIGINT)
         output, rest = process.communicate(timeout=100)
-    assert process.returncode == 130 and not output and "right" in first.split(), first
-    assert rest.splitlines()[-1] == "interrupted"
+    assert process.returncode == 130 and "right" in first.split(), first
+    assert json.loads(output)["cases"][0]["right"] and "Traceback" not in rest
+    assert rest.splitlines()[-1].endswith(": interrupted by Ctrl-C")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The command line: the group of all commands. Commands import torch when they run.
 
-Exit codes: 0: success; 1: failure, or a negative result of a check; 2: invalid options; 130: Ctrl-C. An error
-is a line on stderr; with TRITONCP_DEBUG=1, a traceback.
+Exit codes: 0: success; 1: failure, or a negative result of a check; 2: invalid options, also an output that
+cannot be written, and a GPU that is not there; 130: Ctrl-C. An error is a line on stderr; with
+TRITONCP_DEBUG=1, a traceback.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import click
 
 from tritoncp._version import __version__
 from tritoncp.analysis.command import inspect
-from tritoncp.command_base import OutputFile, errors_as_messages
+from tritoncp.command_base import OutputFile, Tokens, errors_as_messages
 from tritoncp.demo.command import demo
 from tritoncp.doctor import doctor
 from tritoncp.perf.cli import perf
@@ -52,23 +53,6 @@ def main() -> None:
     """
 
 
-class Tokens(click.ParamType):
-    """A number of tokens, as 1000, 128K or 1M."""
-
-    name = "tokens"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        from tritoncp.masks.expressions import count
-
-        try:
-            tokens = value if isinstance(value, int) else count(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if tokens < 1:
-            self.fail(f"{value!r}: at least one token is needed", param, ctx)
-        return tokens
-
-
 DTYPES = ("bfloat16", "float16", "float32")
 BALANCERS = (
     "auto",
@@ -95,7 +79,7 @@ BALANCERS = (
     "--lengths", metavar="N,N,...|FILE", help="Tokens of each document: numbers, JSON, or a file of either."
 )
 @click.option(
-    "--seq-len", type=Tokens(), help="Tokens, as 128K or 1M.  [default: the lengths' sum, else 128K]"
+    "--seq-len", type=Tokens(1), help="Tokens, as 128K or 1M.  [default: the lengths' sum, else 128K]"
 )
 @click.option("--world-size", type=click.IntRange(1), default=8, show_default=True, help="Ranks.")
 @click.option("--heads", type=HEADS, default=32, show_default=True, help="Query heads.")

@@ -55,15 +55,33 @@ def _message_of(error: Exception) -> click.ClickException:
 
 
 class Seconds(click.ParamType):
-    """A time as 20, 90s, 15m or 1.5h; a day for longer ones."""
+    """A time as 20, 90s, 15m or 1.5h; a day for longer ones. zero: whether 0 is accepted"""
 
     name = "seconds"
 
+    def __init__(self, zero: bool = False) -> None:
+        self.zero = zero
+
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         try:
-            return min(86400.0, value if isinstance(value, float) else parse_seconds(value))
+            return min(86400.0, value if isinstance(value, float) else parse_seconds(value, self.zero))
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Tokens(click.IntRange):
+    """A number of tokens in a range, as 1000, 128K or 1M."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        from tritoncp.masks.expressions import count
+
+        try:
+            tokens = count(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return int(super().convert(tokens, param, ctx))
 
 
 class OutputFile(click.Path):
@@ -88,12 +106,13 @@ class OutputFile(click.Path):
 
 
 def make_output_folder(path: Path) -> None:
-    """Make a folder for results, before any work. Raises OSError if files cannot be written there."""
+    """Make a folder for results, before any work. Raises click.UsageError, as OutputFile does, if files
+    cannot be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise OSError(f"nothing can be written to {str(path)!r}: {error.strerror}") from error
+        raise click.UsageError(f"nothing can be written to {str(path)!r}: {error.strerror}") from error
 
 
 def make_console(stderr: bool = False, **options: Any) -> Any:
@@ -103,3 +122,13 @@ def make_console(stderr: bool = False, **options: Any) -> Any:
 
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else PIPE_WIDTH, **options)
+
+
+def make_bar(console: Any) -> Any:
+    """Make a rich bar of progress below the lines of a console: a context manager, shown on a terminal only.
+    It has no thread, since processes may be forked while it is shown: pass refresh=True to update()."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    off = not console.is_terminal
+    return Progress(*columns, console=console, transient=True, auto_refresh=False, disable=off)

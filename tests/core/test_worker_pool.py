@@ -1,6 +1,7 @@
 """The pool of worker processes: each case has its result or the reason why there is none."""
 
 import os
+import signal
 import subprocess
 import time
 
@@ -53,6 +54,22 @@ def test_processes_are_reused_from_one_run_to_the_next_and_end_with_the_pool():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ctrl_c_while_a_process_starts_reaches_the_parent_alone(method, monkeypatch):
+    """A terminal sends SIGINT to all processes of a command, also to those that are still importing."""
+    start = WorkerPool._start
+
+    def interrupted_start(pool):
+        worker = start(pool)
+        os.kill(worker.process.pid, signal.SIGINT)
+        return worker
+
+    monkeypatch.setattr(WorkerPool, "_start", interrupted_start)
+    with WorkerPool(work, 1, method=method) as pool:
+        assert [result[0] for _, result in pool.run([[("right", 0), ("right", 1)]])] == [0, 1]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_poll_ends_a_run_and_the_processes_at_work():

@@ -132,12 +132,12 @@ def test_a_lost_rank_is_named_and_the_other_ranks_end_in_time(fault: str, lost: 
     output = end.stdout[remaining[0]]
     lines = [" ".join(line.split()[1:]) for line in output.splitlines()]
     assert any(line.startswith("right one-device causal float32") for line in lines), "done before"
-    running = next(line for line in lines if line.startswith("WRONG"))
+    running = next(line for line in lines if line.startswith("FAILED"))
     store_is_lost = fault == "dies" and lost == 0  # rank 0 keeps it
     said = "(rank 0, or torchrun) has probably died" if store_is_lost else f"rank {lost} did not come"
     assert said in running
     assert f"float32 ran: rank {lost}\n" in output, output
-    assert not any(f"on rank {lost}" in line for line in lines if line.startswith("WRONG"))
+    assert not any(f"on rank {lost}" in line for line in lines if line.startswith("FAILED"))
 
 
 def test_all_ranks_report_an_exception_of_one_rank(tmp_path: Path) -> None:

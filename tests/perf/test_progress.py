@@ -54,8 +54,17 @@ def test_each_line_has_its_number_and_the_time_left(monkeypatch, tmp_path):
     result = perf("run", *SMOKE, "--out", tmp_path, "--json")
     assert [json.loads(text)["kind"] for text in result.stdout.splitlines()] == ["case"] * 4
     result = perf("run", *SMOKE, "--out", tmp_path)
+    assert "━" not in result.stderr
     starts = re.findall(r"^\[(\d) of 4(, \d:\d\d:\d\d left)?\] ", result.stderr, re.MULTILINE)
     assert [number for number, _ in starts] == list("1234") and not starts[-1][1]
+
+
+def test_a_terminal_has_a_bar_below_the_lines(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_cases, "measure", lambda *words: FIGURES)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    result = perf("run", *SMOKE, "--out", tmp_path, "--json")
+    assert [json.loads(text)["kind"] for text in result.stdout.splitlines()] == ["case"] * 4
+    assert "━" in result.stderr and "4/4" in result.stderr and "[4 of 4] " in result.stderr
 
 
 def test_a_resumed_run_compiles_the_slow_variants_that_the_first_one_did_not_reach(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("compile_nothing")
 def test_without_a_gpu_the_error_says_so(home, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = invoke("--preset", "llama3-8b")
-    assert done.exit_code == 1 and "torch finds no GPU" in done.output and not home.exists()
+    assert done.exit_code == 2 and "torch finds no GPU" in done.output and not home.exists()
 
 
 @pytest.mark.parametrize(("budget", "left_out"), [("1s", "all"), ("200s", "some"), ("100000s", "none")])

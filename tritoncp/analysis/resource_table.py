@@ -102,7 +102,7 @@ def inspect_jobs(jobs: Sequence[Job], processes: int | None, timeout: float) -> 
     of a failed compilation."""
     progress = Progress()
     progress.add(len(jobs))
-    with Compilers(processes, timeout) as compilers:
+    with progress, Compilers(processes, timeout) as compilers:
         for job, report in compilers.compile_jobs(jobs):
             failure = ": " + report["failed"] if "failed" in report else ""
             progress.show(job.name + failure, measured=True)

@@ -29,8 +29,8 @@ def parse_switch(text: str) -> bool:
     return word in ON
 
 
-def parse_seconds(text: str) -> float:
-    """Parse a time with unit s, m or h. Raises ValueError for other text.
+def parse_seconds(text: str, zero: bool = False) -> float:
+    """Parse a time with unit s, m or h. Raises ValueError for other text. zero: whether 0 is accepted
 
     >>> parse_seconds("15m"), parse_seconds("90s"), parse_seconds("1.5h"), parse_seconds("20")
     (900.0, 90.0, 5400.0, 20.0)
@@ -40,7 +40,7 @@ def parse_seconds(text: str) -> float:
         seconds = float(text[:-1]) * unit if unit else float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not (0 < seconds < math.inf or (zero and seconds == 0)):
         raise ValueError(f"{text!r} is not a positive time; pass for example 90s, 15m or 1.5h")
     return seconds
 

@@ -113,7 +113,12 @@ class _Worker:
         self.ended, self.began, self._num_results = False, 0.0, 0
         self.pipe, child_pipe = context.Pipe()
         self.process = context.Process(target=_work, args=(child_pipe, *arguments), daemon=True)
-        self.process.start()
+        # Ctrl-C reaches the parent only, also while the process starts, for seconds: it inherits the mask.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         child_pipe.close()  # so that the pipe is closed when the process dies
 
     def give(self, cases: list[Any]) -> None:
@@ -148,7 +153,7 @@ def _work(
     pipe: Connection, function: Callable[[list[Any]], Iterable[Any]], setup: Callable[[], object]
 ) -> None:
     """Run batches until the pipe is closed, or a batch ends before its last case."""
-    os.setpgrp()  # own process group: children are killed with it, Ctrl-C reaches the parent only
+    os.setpgrp()  # own process group: children are killed with it
     parent = os.getppid()
     setup()
     complete = True

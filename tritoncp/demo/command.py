@@ -8,11 +8,17 @@ from pathlib import Path
 
 import click
 
+from tritoncp.command_base import Tokens
+
 
 @click.command()
 @click.option("--steps", type=click.IntRange(1, 1000), default=12, show_default=True, help="Training steps.")
 @click.option(
-    "--seq-len", type=click.IntRange(16, 16384), default=1024, show_default=True, help="Bytes in a step."
+    "--seq-len",
+    type=Tokens(16, 16384),
+    default=1024,
+    show_default=True,
+    help="Bytes in a step, as 1024 or 1K.",
 )
 @click.option(
     "--world-size",

@@ -101,6 +101,7 @@ class Result:
     rank:  the rank that holds that shard of the tensor; None for a sum over ranks, or without an error
     ranks: all ranks with a wrong shard
     why:   the reason if there is no error
+    trace: the traceback of a case that raised, with TRITONCP_DEBUG=1
     """
 
     case: CheckCase
@@ -111,13 +112,19 @@ class Result:
     ranks: tuple[int, ...] = ()
     right: bool = False
     why: str | None = None
+    trace: str = ""
 
     @property
     def ran(self) -> bool:
         return not (self.why or "").startswith("not run")
 
+    @property
+    def verdict(self) -> str:
+        """ "right"; "WRONG" for a result with too large an error; "FAILED" for a case without a result."""
+        return "right" if self.right else "WRONG" if self.tensor else "FAILED"
+
     def as_json(self) -> dict[str, Any]:
-        fields = {name: value for name, value in vars(self).items() if name != "case"}
+        fields = {name: value for name, value in vars(self).items() if name not in ("case", "trace")}
         return {**self.case._asdict(), **fields, "ranks": list(self.ranks)}
 
 
@@ -142,13 +149,13 @@ def has_pairs(world_size: int) -> bool:
 
 
 def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[CheckCase]:
-    """List the cases for a world size that match ``only``; cases that share kernels are adjacent. Raises
-    ValueError if there is none."""
+    """List the cases for a world size that match ``only``: first every schedule in every dtype with one mask;
+    cases that share kernels are adjacent. Raises ValueError if there is none."""
     fitting = [ONE_DEVICE]
     if world_size > 1:
         fitting += [name for name in SCHEDULES if name != BOTH or has_pairs(world_size)]
-    parts = itertools.product(choose_dtypes(device), MASKS, fitting)
-    cases = [CheckCase(schedule, mask, dtype) for dtype, mask, schedule in parts]
+    parts = itertools.product(MASKS, choose_dtypes(device), fitting)
+    cases = [CheckCase(schedule, mask, dtype) for mask, dtype, schedule in parts]
     if not (chosen := [case for case in cases if fnmatch(case.name, only)]):
         raise ValueError(
             f"--only {only!r} matches no case of {world_size} ranks; pass for example {cases[-1].name}"

@@ -11,6 +11,7 @@ import platform
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from tritoncp import doctor
-from tritoncp.command_base import make_console
+from tritoncp.command_base import INTERRUPTED, make_bar, make_console
+from tritoncp.core.environment import DEBUG
 from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
 from tritoncp.core.worker_pool import Lost, WorkerPool
 from tritoncp.distributed.failures import GroupClosed
@@ -31,6 +33,8 @@ from tritoncp.perf.suite import machine
 from tritoncp.self_check import cases
 from tritoncp.self_check.cases import CheckCase, CheckRequest, Errors, Ranks, Result, judge_case, run_case
 
+CTRL_C = "interrupted by Ctrl-C"  # why a check stopped
+TRACE = 4000  # most characters of a traceback, its end, which ranks send to each other
 GRACE = 5.0  # seconds, after the timeout of a message, for ranks to exchange their results
 LINGER = 2.0  # seconds that a rank waits after a loss before it exits, since slower ranks may need it
 
@@ -81,7 +85,7 @@ def main(request: CheckRequest, as_json: bool) -> int:
     console = make_console(stderr=as_json, markup=False, highlight=False, soft_wrap=True)
     if many:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by torchrun if a rank has died: report it first
-    report = run_check(request, console if rank == 0 else None, many)
+    report = run_check(request, make_console(stderr=as_json, quiet=True) if rank else console, many)
     if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
         ended = [result for result in report.results if result.ran] if rank else ()
         for number, result in enumerate(ended, start=1):  # print again: rank 0, which had, is lost
@@ -91,7 +95,7 @@ def main(request: CheckRequest, as_json: bool) -> int:
             console.print(line, style="green" if report.right else "red")
         if as_json:
             print(json.dumps(report.as_json(), indent=2), flush=True)  # a hanging worker delays the exit
-    code = 0 if report.right else 1
+    code = INTERRUPTED if report.stopped == CTRL_C else 0 if report.right else 1
     if report.stopped and (many or torch.cuda.is_initialized()):
         # A normal exit would wait for messages of the lost rank, or for a hanging kernel.
         sys.stdout.flush()
@@ -103,7 +107,7 @@ def main(request: CheckRequest, as_json: bool) -> int:
 
 def run_check(request: CheckRequest, console: Any, many: bool) -> CheckReport:
     """Run all cases and return the report. many: on the ranks of torchrun, which (if not lost) return the
-    same report; else in simulated worlds on one device. console: for cases as they end, None: not printed"""
+    same report; else in simulated worlds on one device. console: for cases as they end"""
     device = select_device(many)
     world_size = int(os.environ["WORLD_SIZE"]) if many else request.world_size
     requested = cases.list_cases(world_size, device, request.only)
@@ -113,17 +117,22 @@ def run_check(request: CheckRequest, console: Any, many: bool) -> CheckReport:
     outcomes = run_cases(requested, ranks, request) if many else run_in_processes(requested, ranks, request)
     results: dict[CheckCase, Result] = {}
     stop: GroupClosed | None = None
+    bar = make_bar(console)
+    task = bar.add_task("", total=len(requested))
     try:
-        for result in outcomes:
-            results[result.case] = result
-            if console is not None:
+        with bar:
+            for result in outcomes:
+                results[result.case] = result
                 print_case(console, result, len(results), len(requested))
+                bar.update(task, completed=len(results), refresh=True)
         if many:
             devices = ranks.gather(f"{platform.node()} {device}")
             facts["check"] |= {f"rank {rank}": name for rank, name in enumerate(devices)}
             dist.destroy_process_group()
     except GroupClosed as error:
         stop = error
+    except KeyboardInterrupt:
+        stop = Stopped(CTRL_C)
     listed = [results.get(case) or Result(case, why=f"not run: {stop}") for case in requested]
     seconds, why = time.monotonic() - request.began, str(stop) if stop else None
     return CheckReport(request, facts, listed, seconds, why, stop.absent if stop else ())
@@ -211,11 +220,12 @@ class Stopped(GroupClosed):
 
 
 class Failure(NamedTuple):
-    """The failure of a case in one process: the reason, and whether it is a timeout in waiting for another
-    rank or the device."""
+    """The failure of a case in one process: the reason, whether it is a timeout in waiting for another rank
+    or the device, and with TRITONCP_DEBUG=1 the traceback."""
 
     why: str
     waited: bool
+    trace: str
 
 
 def run_cases(part: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
@@ -234,7 +244,7 @@ def run_cases(part: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) ->
             # Ranks that failed themselves, before ranks that only timed out in waiting for them.
             rank = min(failures, key=lambda rank: (failures[rank].waited, rank))
             why = failures[rank].why if len(attempts) == 1 else f"rank {rank}: {failures[rank].why}"
-            yield Result(case, rank=rank, ranks=tuple(failures), why=why)
+            yield Result(case, rank=rank, ranks=tuple(failures), why=why, trace=failures[rank].trace)
             raise Stopped(f"{case.name} failed, and its process or its group with it")
         yield judge_case(case, ranks.device, attempts)
         if any(over):
@@ -248,14 +258,19 @@ def attempt_case(case: CheckCase, ranks: Ranks, request: CheckRequest) -> Errors
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0][:500]
         waited = isinstance(error, GroupClosed | TimeoutError | dist.DistError)
-        return Failure(f"{type(error).__name__}: {line}", waited)
+        trace = traceback.format_exc()[-TRACE:] if DEBUG.read() else ""
+        return Failure(f"{type(error).__name__}: {line}", waited, trace)
 
 
 def print_case(console: Any, result: Result, number: int, total: int) -> None:
-    """Print the row of a case: its number, verdict, name and error."""
-    case, verdict = result.case, "right" if result.right else "WRONG"
-    name = f"{number:{len(str(total))}}/{total} {verdict}  {case.schedule:12} {case.mask:9} {case.dtype:8}"
-    console.print(f"{name}  {describe(result)}", style="" if result.right else "red")
+    """Print the row of a case: its number, verdict, name and error; below it the traceback, if there is
+    one."""
+    case, width = result.case, len(str(total))
+    name = f"{case.schedule:12} {case.mask:9} {case.dtype:8}"
+    line = f"{number:{width}}/{total} {result.verdict:6} {name}  {describe(result)}"
+    console.print(line, style="" if result.right else "red")
+    if result.trace:
+        console.print(result.trace)
 
 
 def describe(result: Result) -> str:
@@ -285,5 +300,7 @@ def format_verdict(report: CheckReport) -> Iterator[str]:
         worst = max(wrong, key=lambda x: math.inf if x.error is None else x.error / (x.allowed or 1.0))
         line = f"{worst.case.name}: {describe(worst)}"
         yield f"worst: {line}"
+        if not DEBUG.read() and any(result.verdict == "FAILED" for result in wrong):
+            yield "TRITONCP_DEBUG=1 shows the traceback of a case that failed"
         facts = (text.replace("\n", "; ") for _, text in doctor.summary_rows(report.facts) if text != "none")
         yield f"for a report: {', '.join(facts)}, {line}"

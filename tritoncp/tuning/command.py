@@ -100,13 +100,13 @@ def autotune(
 
 
 def find_device() -> Device:
-    """Return this process's GPU. Raises RuntimeError without one."""
+    """Return this process's GPU. Raises click.UsageError without one."""
     import torch
 
     from tritoncp.ops.tile_tables import device_of
 
     if not torch.cuda.is_available():
-        raise RuntimeError(
+        raise click.UsageError(
             "torch finds no GPU, which is needed to time kernels: run this on a machine with the GPU to tune "
             "for (tritoncp inspect compiles kernels for absent GPUs)"
         )

@@ -30,7 +30,7 @@ from rich.table import Table
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import Job, Routed
 from tritoncp.analysis.resource_table import find_faults, tiles
-from tritoncp.command_base import make_console
+from tritoncp.command_base import make_bar, make_console
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
@@ -244,6 +244,8 @@ def autotune(
     conditions = {"device": device.name, "arch": device.arch, "triton": triton.__version__, "code": code}
     journal = TuningJournal(path, conditions, resume)
     rows: list[dict[str, Any]] = []
+    bar = make_bar(make_console(stderr=True))
+    task = bar.add_task("", total=len(targets))
 
     def keep(target: Target, choice: Choice) -> None:
         """Store a choice, also if it is the default, as a record that it was measured."""
@@ -252,10 +254,11 @@ def autotune(
         rows.append(entry | {"gain": round(choice.gain, 3)})
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         tile_tables.write(folder, device, [entry], {"code": code, "time": now})
+        bar.update(task, advance=1, refresh=True)
 
     total = sum(len(candidates(target, device.arch)) for target in targets)
     deadline, interrupted = time.monotonic() + budget, False
-    with closing(journal), Compilers(jobs, COMPILE_TIMEOUT) as pool:
+    with bar, closing(journal), Compilers(jobs, COMPILE_TIMEOUT) as pool:
         tuner = Tuner(
             device.arch, journal, pool.compile_jobs, deadline, keep, show=partial(click.echo, err=True)
         )
