@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from tests.multiprocess import ranks
 from tests.planning.test_placement import placements, random_mask
 from tritoncp import reshard, shard, unshard
 from tritoncp.core import log_lines
+from tritoncp.core.records import replace
 from tritoncp.distributed import collectives, consistency
 from tritoncp.masks.mask import full_mask
 from tritoncp.planning import moves

@@ -47,7 +47,9 @@ def elsewhere():
 
 
 def whole(mod=None, batch=1, heads=1, length=S):
-    return tritoncp.create_block_mask(mod or causal(), batch, heads, length, length, BLOCK_SIZE=16)
+    return tritoncp.create_block_mask(
+        causal() if mod is None else mod, batch, heads, length, length, BLOCK_SIZE=16
+    )
 
 
 def call(q=None, k=None, v=None, *rest, **options):

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 def mask(mod=None, length=S):
-    return tritoncp.create_block_mask(mod or causal(), 1, 1, length, length, BLOCK_SIZE=8)
+    mod = causal() if mod is None else mod
+    return tritoncp.create_block_mask(mod, 1, 1, length, length, BLOCK_SIZE=8)
 
 
 def q(rows=S // 2, **options):

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 def mask_of(mod: Any = None) -> tritoncp.Mask:
-    return tritoncp.create_block_mask(mod or tritoncp.causal(), 1, 1, S, S, BLOCK_SIZE=8)
+    mod = tritoncp.causal() if mod is None else mod
+    return tritoncp.create_block_mask(mod, 1, 1, S, S, BLOCK_SIZE=8)
 
 
 def shards(

@@ -48,6 +48,7 @@ def recorded(monkeypatch, name, call):
         calls.append(tree_map_only(torch.Tensor, torch.Tensor.detach, args))
         return op(*args)
 
+    record._opname = op._opname
     with monkeypatch.context() as patch:
         patch.setattr(autograd, name, record)
         patch.setattr(autograd, "needs_dispatcher", lambda tensors: True)

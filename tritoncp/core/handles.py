@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 
 from tritoncp.core.bounded_cache import BoundedCache
-from tritoncp.core.host_copy import normal_tensors
+from tritoncp.core.host_copy import has_saved_tensor_hooks, normal_tensors
 
 _SPAN = 1 << 62  # numbers of all processes
 _STEP = 0x1E3779B97F4A7C15  # odd, so that no number comes twice; large: a sum with a handle names no object
@@ -79,7 +78,7 @@ def handle_of(thing: Any) -> Tensor:
         handle = torch.tensor(number, device="cpu")
     memory = weakref.ref(handle.untyped_storage(), _let_go)  # torch keeps this object as long as the memory
     _HELD[id(memory)] = memory, thing
-    if saved_tensors_hooks(False) is not None:
+    if has_saved_tensor_hooks():
         _KEPT.put(number, thing)
     return handle
 

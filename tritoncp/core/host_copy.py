@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -100,6 +101,14 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
+_HOOKS_HIDDEN: ContextVar[bool] = ContextVar("hooks_hidden", default=False)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether the caller has saved-tensor hooks, also within :func:`no_saved_tensor_hooks`."""
+    return _HOOKS_HIDDEN.get() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 @contextlib.contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
     """Context without the caller's saved-tensor hooks, as for offloading of activations: they must not see
@@ -109,12 +118,14 @@ def no_saved_tensor_hooks() -> Iterator[None]:
     ...     _ = torch.ones(1, requires_grad=True).exp()
     """
     hooks, autograd = [], torch._C._autograd
+    hidden = _HOOKS_HIDDEN.set(has_saved_tensor_hooks())
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         autograd._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
+        _HOOKS_HIDDEN.reset(hidden)
         refusal = autograd._saved_tensors_hooks_get_disabled_error_message() if hooks else None
         if refusal is not None:  # a compiled region that has the hooks in its graph refuses new ones
             autograd._saved_tensors_hooks_enable()

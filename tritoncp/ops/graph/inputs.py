@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core import handles
 from tritoncp.core.dynamo_boundary import constant_result
+from tritoncp.masks.closed_forms import document_of
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
@@ -214,7 +215,8 @@ def _make_mod(structure: Mod, parts: list[Any]) -> Mod:
 
 def _call(kind: Any, parts: list[Any]) -> Any:
     """Make a closed form, named tuple or method. Raises TypeError for what a saved program may not call."""
-    if not (isinstance(kind, type) and issubclass(kind, MaskMod | tuple | types.MethodType)):
+    is_class = isinstance(kind, type) and issubclass(kind, MaskMod | tuple | types.MethodType)
+    if not is_class and kind is not document_of:
         raise TypeError(f"a graph names {kind!r} as the class of a mask; it was not made by tritoncp")
     return kind(*parts)
 
