@@ -129,7 +129,7 @@ def of_mask(size: Size, mask_mod: Mod) -> list[Panel]:
 def of_score(size: Size, score_mod: Mod, mask_mod: Mod | None) -> list[Panel]:
     """Show how a score_mod changes a score of 1 at each visible pair: blue lowers it, red raises it, grey
     does not change it. A score_mod that does not read positions is a curve over scores."""
-    visible = evaluate(size, mask_mod or causal()).expand(size[0], size[1], -1, -1)
+    visible = evaluate(size, causal() if mask_mod is None else mask_mod).expand(size[0], size[1], -1, -1)
     change = evaluate(size, score_mod, torch.tensor(1.0)).detach().double() - 1
     if bool((change == change.flatten()[0]).all()):
         scores, index = torch.linspace(-100, 100, 65), torch.tensor(0)

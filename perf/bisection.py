@@ -36,7 +36,7 @@ def bisect(good: str, bad: str, case: str, runs: int, command: str | None) -> No
     counts as slow above the geometric mean of GOOD's and BAD's times. Exits with 3 if BAD is not slower.
 
     \b
-    Example:
+    Examples:
       tritoncp perf bisect v1.2 main --case causal-16k-fwd
     """
     command = command or RUN

@@ -6,23 +6,21 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api import dynamo
 from tritoncp.api.attention import flex_attention
+from tritoncp.api.dtensors import mask_of_heads, score_of_head
 from tritoncp.api.group_call import group_call
 from tritoncp.api.keywords import INSTEAD, advice
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.masks.closed_forms import causal
-from tritoncp.masks.mask import Mask
-from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.planning.plan import Plan
 
@@ -159,7 +157,7 @@ def run_inner_attention(
     if first_head is not None:
         mask = mask_of_heads(mask, first_head, inputs[0].shape[layout.heads])
         if options.get("score_mod") is not None:
-            options["score_mod"] = functools.partial(_score_of_head, options["score_mod"], first_head)
+            options["score_mod"] = functools.partial(score_of_head, options["score_mod"], first_head)
     query, key, value = [layout.to_call(x) for x in inputs]
     if out_transform is not None:
         if options.get("return_lse") or options.get("return_aux") is not None:
@@ -191,31 +189,6 @@ def resolve_mask(mask: Any, plan: Any, is_causal: bool | None) -> Any:
             "is_causal=False with the mask, or a Plan, of which is_causal=True uses the order of tokens alone"
         )
     return mask
-
-
-def mask_of_heads(mask: Any, first: int, count: int) -> Any:
-    """Return the mask or plan of ``count`` query heads from ``first`` on."""
-    if isinstance(mask, Plan):
-        if not mask.mask.reads[1] and mask.mask.H == 1:
-            return mask
-        if torch.compiler.is_dynamo_compiling():
-            return TracedMask(dynamo.view_op(mask.handle, first, count, -1))
-        return mask.of_heads(first, count)
-    by_head = isinstance(mask, BlockMask | Mask) and mask.shape[1] > 1
-    if by_head or (isinstance(mask, Mask | MaskMod) and mask.reads[1]):
-        raise ValueError(
-            "block_mask differs between heads, and heads are sharded: pass the plan of the mask of all "
-            "heads, make_plan(block_mask, mesh), from which the heads of a call are selected"
-        )
-    return mask
-
-
-def _score_of_head(
-    score_mod: Callable[..., Tensor], first: int, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor,
-    kv_idx: Tensor,
-) -> Tensor:  # fmt: skip
-    """Call score_mod with the head index h + first."""
-    return score_mod(score, b, h + first, q_idx, kv_idx)
 
 
 def _check_placements(

@@ -111,7 +111,7 @@ def concatenate(results: list[Any], axis: int, rows: list[int]) -> Any:
     return tree_map(join, *results)
 
 
-class Memory(TorchFunctionMode):
+class UncutMemory(TorchFunctionMode):
     """Mode that knows the tensors which are computed from given ones alone, and so have no rows of a
     chunk. watches: whether it looks at operations"""
 
@@ -151,7 +151,7 @@ class Calls:
     """
 
     index: int
-    memory: Memory
+    memory: UncutMemory
     numbers: Iterator[int]
 
     def __init__(self, dim: str, rows: list[range]) -> None:
@@ -160,7 +160,7 @@ class Calls:
 
     def begin(self, index: int, uncut: list[Tensor]) -> None:
         """Begin a chunk. uncut: tensors that all chunks read whole"""
-        self.index, self.memory, self.numbers = index, Memory(uncut), itertools.count()
+        self.index, self.memory, self.numbers = index, UncutMemory(uncut), itertools.count()
 
     def run_chunk(
         self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any,
