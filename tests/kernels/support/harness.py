@@ -185,7 +185,7 @@ def engine_of(
     **options: Any,
 ) -> TritonEngine:  # fmt: skip
     """An engine with these mods, without gradients of the score_mod's captures."""
-    mask = mask_mod and mods.mask_mod(mask_mod)
+    mask = None if mask_mod is None else mods.mask_mod(mask_mod)
     score = score_mod and mods.score_mod(score_mod, F64 if x.q.dtype == F64 else F32)
     caps = arguments(upload(score.tensors, x.q.device), score.numbers) if score else ()
     bound = kernel_mods(mask, score, caps)
