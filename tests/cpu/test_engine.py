@@ -126,7 +126,7 @@ def test_scores_of_minus_infinity_are_keys_that_nobody_sees() -> None:
 @pytest.mark.parametrize("mask", [None, tritoncp.causal()], ids=["full", "causal"])
 def test_products_may_be_too_large_for_the_dtype_before_they_are_scaled(mask: Any) -> None:
     q, k, v = (x.detach() for x in tensors((1, 2, 40, 4), (1, 2, 40, 4), (1, 2, 40, 4)))
-    blocks = mask and tritoncp.create_block_mask(mask, 1, 1, 40, 40, BLOCK_SIZE=8)
+    blocks = None if mask is None else tritoncp.create_block_mask(mask, 1, 1, 40, 40, BLOCK_SIZE=8)
     out = tritoncp.flex_attention(q * 1e155, k * 1e155, v, None, blocks, scale=1e-307)
     want = tritoncp.flex_attention(q, k, v, None, blocks, scale=1e3)
     torch.testing.assert_close(out, want, rtol=0, atol=1e-9)
