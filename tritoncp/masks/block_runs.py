@@ -119,7 +119,7 @@ class Runs:
         m = lo.shape[0] if lo.ndim == 4 else 1
         b, h, q_len = lo.shape[-3:]
         rows, cols = -(-q_len // q_block), -(-kv_len // kv_block)
-        lo, hi = (x.reshape(m, b * h, q_len) for x in (lo, hi))
+        lo, hi = (x.reshape(m, b * h, q_len).int() for x in (lo, hi))
         seen = lo < hi
         # Neighbouring rows mostly see the same blocks: count such rows together.
         down = [floor_divide(x, kv_block) for x in (lo, hi)]
