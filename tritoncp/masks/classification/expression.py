@@ -100,8 +100,8 @@ class Reader:
         if side == PAIR:
             try:
                 return self._read_pairs(value, holds)
-            except _NotSeparable:
-                pass  # tiles of it are bounded, or its pairs evaluated
+            except _NotSeparable:  # tiles of it are bounded, or its pairs evaluated
+                return Predicate(value, holds, PAIR)
         return Predicate(value, holds, side)
 
     def _read_pairs(self, value: fx.Node, holds: bool) -> Expression:
