@@ -14,6 +14,19 @@ LAWS = settings(max_examples=60, deadline=None)
 FEW = settings(max_examples=25, deadline=None)
 
 
+class MaskText:
+    """A drawn mask_mod with its text and tables, for the message of a failure."""
+
+    def __init__(self, text: str, captures: dict[str, Tensor]) -> None:
+        self.text, self.captures = text, captures
+        scope = {"torch": torch, **captures}
+        exec(f"def mod(b, h, q, kv):\n    return {text}", scope)
+        self.mod = scope["mod"]
+
+    def __repr__(self) -> str:
+        return f"{self.text}   with {self.captures}"
+
+
 @st.composite
 def kinds_maps(draw: st.DrawFn) -> Tensor:
     """Dense kinds uint8 [B, H, R, C]: noise, or long runs, from nearly empty to full."""

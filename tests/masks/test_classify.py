@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tests.masks.random_masks import assert_same_lists
+from tests.masks.random_masks import MaskText, assert_same_lists
 from tritoncp.masks import create_block_mask
 from tritoncp.masks.classification.interval_arithmetic import (
     BOOL_RULES,
@@ -44,21 +44,8 @@ BOOLEANS = (
 LAW = settings(max_examples=60, deadline=None)
 
 
-class Expression:
-    """A mask_mod with its source text and captured tensors, for messages of failures."""
-
-    def __init__(self, text: str, captures: dict[str, Tensor]) -> None:
-        self.text, self.captures = text, captures
-        scope = {"torch": torch, **captures}
-        exec(f"def mod(b, h, q, kv):\n    return {text}", scope)
-        self.mod = scope["mod"]
-
-    def __repr__(self) -> str:
-        return f"{self.text}   with {self.captures}"
-
-
 @st.composite
-def expressions(draw: st.DrawFn) -> Expression:
+def expressions(draw: st.DrawFn) -> MaskText:
     """Trees of arithmetic, comparisons and logic over b, h, q, kv and captured tables."""
     captures: dict[str, Tensor] = {}
 
@@ -110,7 +97,7 @@ def expressions(draw: st.DrawFn) -> Expression:
         n = table() if "{n}" in form else ""
         return form.format(*parts, i=integer(0) if "{i}" in form else "", n=n)
 
-    return Expression(boolean(draw(st.integers(0, 2))), captures)
+    return MaskText(boolean(draw(st.integers(0, 2))), captures)
 
 
 def check_blocks(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> None:
@@ -128,7 +115,7 @@ def check_blocks(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> None:
     st.integers(1, LENGTH),
     st.sampled_from([(8, 8), (16, 4), (5, 7), (40, 33)]),
 )
-def test_any_expression_gives_torchs_blocks(expression: Expression, q_len: int, kv_len: int, block) -> None:
+def test_any_expression_gives_torchs_blocks(expression: MaskText, q_len: int, kv_len: int, block) -> None:
     """Full and partial blocks agree with torch's for any expression tree and any captured tensors."""
     check_blocks(expression.mod, q_len, kv_len, block)
 
@@ -287,7 +274,7 @@ def decide_tiles(mod, tiles: Tensor) -> list[tuple[tuple[bool, bool], tuple[bool
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch.isin has no batching rule
 @LAW
 @given(expressions(), st.integers(0, 999))
-def test_no_decided_tile_is_decided_wrongly(expression: Expression, seed: int) -> None:
+def test_no_decided_tile_is_decided_wrongly(expression: MaskText, seed: int) -> None:
     """Compare with every pair of the tile, for tiles of any size and position."""
     g = torch.Generator().manual_seed(seed)
     edges = [torch.randint(0, LENGTH + 1, (64, 2), generator=g).sort(1).values for _ in range(2)]

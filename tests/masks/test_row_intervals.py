@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 import tritoncp
-from tests.masks.random_masks import assert_same_lists
+from tests.masks.random_masks import MaskText, assert_same_lists
 from tritoncp.masks.classification import solve
 from tritoncp.masks.classification.row_intervals import MOST, RowIntervals
 from tritoncp.perf.suite.everyday_masks import everyday_masks
@@ -36,19 +36,6 @@ def tables(draw: st.DrawFn) -> Tensor:
     if dtype.is_floating_point and draw(st.booleans()):
         table[..., :: draw(st.integers(3, 9))] = float("nan")
     return table
-
-
-class MaskText:
-    """A drawn mask_mod with its text and tables, for the message of a failure."""
-
-    def __init__(self, text: str, captures: dict[str, Tensor]) -> None:
-        self.text, self.captures = text, captures
-        scope = {"torch": torch, **captures}
-        exec(f"def mod(b, h, q, kv):\n    return {text}", scope)
-        self.mod = scope["mod"]
-
-    def __repr__(self) -> str:
-        return f"{self.text}   with {self.captures}"
 
 
 @st.composite
