@@ -82,10 +82,14 @@ def main(request: CheckRequest, as_json: bool) -> int:
     """Run the check, print its report, and return the exit code. Exits the process if a rank was lost."""
     many = (torchrun_world_size() or 1) > 1
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if many else (0, 1)
-    console = make_console(stderr=as_json, markup=False, highlight=False, soft_wrap=True)
+    # Without markup: brackets in the message of an error are text.
+    console, quiet = (
+        make_console(stderr=as_json, quiet=quiet, markup=False, highlight=False, soft_wrap=True)
+        for quiet in (False, True)
+    )
     if many:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by torchrun if a rank has died: report it first
-    report = run_check(request, make_console(stderr=as_json, quiet=True) if rank else console, many)
+    report = run_check(request, quiet if rank else console, many)
     if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
         ended = [result for result in report.results if result.ran] if rank else ()
         for number, result in enumerate(ended, start=1):  # print again: rank 0, which had, is lost
