@@ -25,6 +25,13 @@ from tritoncp.ops.call import decode_spec, encode_spec
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 X = torch.randn(4, 8, 6)
+FRAMES = {  # of a call, from the outermost: (file, line of code)
+    "train.py": "loss = model(x)",
+    "model.py": "return layer(x)",
+    attention.__file__: "return forward_op(q, k, v)",
+    torch.__file__: "return op(*args)",
+}
+STACK = "".join(f'  File "{file}", line 7, in forward\n    {code}\n' for file, code in FRAMES.items())
 
 
 def forward_graph(fn: Callable[..., Any], x: Tensor = X, mode: str = "symbolic") -> GraphModule:
@@ -33,7 +40,7 @@ def forward_graph(fn: Callable[..., Any], x: Tensor = X, mode: str = "symbolic")
     for node in gm.graph.nodes:
         if node.op == "call_function":
             node.meta["nn_module_stack"] = {"": ("L['self'].layers.0", "Layer")}
-            node.meta["stack_trace"] = "File train.py, line 1\nFile model.py, line 7\n  return layer(x)"
+            node.meta["stack_trace"] = STACK
     return gm
 
 
@@ -146,9 +153,13 @@ REFUSED = {
     "constant": (
         lambda x, w: (x @ w).sin().view(4, x.shape[1], 2, 3),
         with_constant,
-        r"view.*traced at File model.py, line 7; return layer.*the constant 8 for the size",
+        r"view.*traced at File .model.py., line 7, in forward; return layer.*the constant 8 for the size",
     ),
-    "ranks": (attend, with_call(world="cp"), "tritoncp.forward.*exchanges keys between ranks.*repeat=True"),
+    "ranks": (
+        attend,
+        with_call(world="cp"),
+        "tritoncp.forward.*traced at File .model.py.*exchanges keys between ranks.*repeat=True",
+    ),
     "latent": (attend, with_call(sizes=(1, 8, 8)), "tritoncp.forward.*has expand="),
     "capture": (
         attend_by(causal(), biased=True),

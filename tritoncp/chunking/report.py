@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch._logging import trace_structured
 from torch.fx import Graph, Node
 
+from tritoncp.core.caller import user_frame
 from tritoncp.planning.parts import chunk_size
 
 
@@ -21,14 +22,15 @@ NO_ROWS = (
 
 
 def describe_node(node: Node, users: bool = False) -> str:
-    """Format a node for errors: its name, op, source line and, on request, users.
+    """Format a node for errors: its name, op, the user's source line and, on request, users.
 
     >>> import torch
     >>> describe_node(torch.fx.Graph().placeholder("x"))
     'node x (x)'
     """
     text = f"node {node.name} ({node.target})"
-    if lines := [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]:
+    trace = node.meta.get("stack_trace") or ""
+    if lines := [line.strip() for line in (user_frame(trace) or trace).splitlines() if line.strip()]:
         text += f", traced at {'; '.join(lines[-2:])}"
     if users:
         text += f", used by {', '.join(f'{user.name} ({user.target})' for user in node.users) or 'none'}"

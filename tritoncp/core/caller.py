@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+FRAME_START = re.compile(r'^\s*(?=File ")', re.MULTILINE)
 _registry: dict[Any, Any] = {}  # warning registry for traced graphs: filters decide about repetitions
 
 
@@ -27,8 +28,15 @@ def _traced_place() -> tuple[str, int] | None:
     traceback: Any = sys.modules.get("torch.fx.traceback")
     if traceback is None or not traceback.has_preserved_node_meta():
         return None
+    frame = PLACE.match(user_frame(traceback.get_current_meta().get("stack_trace") or ""))
+    return (frame[1], int(frame[2])) if frame else None
+
+
+def user_frame(stack_trace: str) -> str:
+    """Return the last frame of a node's stack trace that is outside of this package and torch, with its line
+    of code; "" if there is none."""
     roots = Path(__file__).parents[1], Path(str(sys.modules["torch"].__file__)).parent
-    folders = tuple(f"{root}/" for root in roots)
-    places = PLACE.findall(traceback.get_current_meta().get("stack_trace") or "")
-    outside = [(file, int(line)) for file, line in places if not file.startswith(folders)]
-    return outside[-1] if outside else None
+    inside = tuple(f'File "{root}/' for root in roots)
+    frames = [text.strip() for text in FRAME_START.split(stack_trace)]
+    outside = [text for text in frames if PLACE.match(text) and not text.startswith(inside)]
+    return outside[-1] if outside else ""
