@@ -11,7 +11,6 @@ from torch.nn.attention import flex_attention as flex
 
 from tests.masks.random_masks import (
     FEW,
-    LAWS,
     assert_same_lists,
     at_pairs,
     geometries,
@@ -143,7 +142,6 @@ def test_without_a_mask_mod_partial_blocks_are_full() -> None:
 
 
 @given(geometries())
-@LAWS
 def test_full_mask_shows_everything(geometry) -> None:
     q_len, kv_len, *block = geometry
     mask = full_mask(q_len, kv_len, 2, 3, tuple(block))
