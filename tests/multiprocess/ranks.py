@@ -29,6 +29,12 @@ import torch.distributed as dist
 
 from tritoncp.core.process_environment import use_loopback_interface
 
+if not torch.cuda.is_available():
+    # autograd starts a thread for each device at the first backward pass of a process, and a fork of a process
+    # with such threads may run none. A torch with CUDA on a machine without a GPU counts devices once a fake
+    # tensor has been made, which tests do. Here, before them, there are none.
+    torch.ones((), requires_grad=True).backward()
+
 
 class RankFailed(AssertionError):
     """Raised where a rank died or did not answer in time."""
