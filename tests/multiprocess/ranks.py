@@ -30,9 +30,9 @@ import torch.distributed as dist
 from tritoncp.core.process_environment import use_loopback_interface
 
 if not torch.cuda.is_available():
-    # autograd starts a thread for each device at the first backward pass of a process, and a fork of a process
-    # with such threads may run none. A torch with CUDA on a machine without a GPU counts devices once a fake
-    # tensor has been made, which tests do. Here, before them, there are none.
+    # The first backward pass of a process starts a thread for each device, and its forks may then run none. A
+    # torch with CUDA counts devices on a machine without them once there was a fake tensor, which tests make;
+    # before that, here, it counts none.
     torch.ones((), requires_grad=True).backward()
 
 
