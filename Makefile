@@ -11,7 +11,7 @@ py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py setup.py
 
-.PHONY: help demo mutants scorecard test test-all test-browser test-integrations test-oldest gpu docs format lint types \
+.PHONY: help demo mutants quick scorecard test test-all test-browser test-integrations test-oldest gpu docs format lint types \
 	check clean find-browser find-compiler
 .DEFAULT_GOAL := help
 
@@ -25,7 +25,10 @@ demo: $(VENV)/.demo-ready ## train a small model on 4 ranks and on one, and comp
 pytest := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest
 
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
-	$(pytest) $(ARGS)
+	$(pytest) $(draws) $(ARGS)
+
+quick: $(VENV)/.dev-ready ## tests of plans, masks, the CPU engine and calls: before a commit
+	$(pytest) tests/planning tests/masks tests/cpu tests/api $(ARGS)
 
 scorecard: $(VENV)/.dev-ready ## the tests that prove the rows of docs/scorecard.md, and what was seen
 	$(pytest) -q -p tests.scorecard -m "bar and not nightly" $(ARGS)
@@ -65,8 +68,9 @@ anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept fro
 find-compiler:
 	@command -v $(CXX) > /dev/null || { echo "make test-all needs a C++ compiler: apt-get install g++, or CXX=path"; exit 2; }
 
+test-all: draws := --hypothesis-profile=wide
 test-all: find-compiler test ## the suite, the tests marked long, and those that compare bits as on other CPUs
-	$(pytest) -m "long and not integrations and not browser" $(ARGS)
+	$(pytest) $(draws) -m "long and not integrations and not browser" $(ARGS)
 	@failed=; for machine in $(machines); do \
 		echo "+ $$machine pytest $(bits)"; \
 		env $(anew) $$machine $(py) -m pytest -q $(bits) || failed="$$failed $$machine"; \

@@ -83,7 +83,7 @@ def test_a_step_in_the_newest_commit_of_three_runs_is_named_at_once(size, count)
 
 
 @pytest.mark.parametrize(("runs", "slow", "certain"), [(1, 1, False), (2, 2, True), (3, 3, True)])
-def test_as_many_runs_of_a_new_commit_say_as_much_as_they_can(runs, slow, certain):
+def test_the_certainty_of_a_step_depends_on_its_runs(runs, slow, certain):
     times = [1.0, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 1.01] + [1.15] * slow + [1.0] * (runs - slow)
     steps = find_steps(times, [*range(8), *[8] * runs])
     assert [step.best for step in steps] == [8], "also if it is only to be measured again"
