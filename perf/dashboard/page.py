@@ -55,8 +55,7 @@ def page(history: History, repository: str = "", acceptances: Sequence[Acceptanc
     """Make the page, as HTML. repository: the web address to which commits are linked; acceptances: slower
     levels that somebody accepts"""
     runs, lines = order_by_runs(history.points)
-    found = (trends.find_trend(points, acceptances) for points in lines)
-    all_trends = sorted(found, key=lambda trend: trend.urgency)
+    all_trends = sorted(trends.find_trends(lines, acceptances), key=lambda trend: trend.urgency)
     families = sorted({name for points in lines for point in points for name in point.baselines()})
     points = ColumnDataSource(charts.collect_points(all_trends, runs, families))
     # The points of the selected case, which the page's script sets.
