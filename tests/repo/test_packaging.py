@@ -205,10 +205,17 @@ def test_every_layer_gets_its_packages_by_a_plain_install():
     assert {layer: OUTSIDE[layer] - brought for layer in layers if OUTSIDE[layer] - brought} == {}
 
 
-def test_every_dependency_is_pinned_for_set_up():
-    extras = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
-    expected = names_of(PROJECT["dependencies"] + extras) - {"tritoncp"}
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [
+        ("constraints.txt", PROJECT["optional-dependencies"]),
+        ("constraints-newest.txt", ("plot", "demo", "perf", "test", "dev")),
+    ],
+)
+def test_every_dependency_is_pinned_for_set_up(file, extras):
+    lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    expected = names_of(PROJECT["dependencies"] + lines) - {"tritoncp"}
+    pins = [line for line in (ROOT / file).read_text().splitlines() if line and line[0] != "#"]
     pinned = {line.split("==")[0].replace("_", "-").lower() for line in pins}
     assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in pins)
     assert expected <= pinned
