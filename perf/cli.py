@@ -223,7 +223,13 @@ def _print_comparison(result: gate.Gate) -> None:
     default="",
     help="Where commits are linked to, as https://github.com/owner/project. [default: no links]",
 )
-def dashboard(places: tuple[Path, ...], out: Path, repo_url: str) -> None:
+@click.option(
+    "--badge",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Also write the JSON of a badge for shields.io: the number of slower cases.",
+)
+def dashboard(places: tuple[Path, ...], out: Path, repo_url: str, badge: Path | None) -> None:
     """Write a history (files and folders, by default perf/history) as one self-contained HTML page.
 
     \b
@@ -232,7 +238,7 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str) -> None:
       tritoncp perf dashboard perf/history --out dashboard.html
     """
     from tritoncp.perf.dashboard import trends
-    from tritoncp.perf.dashboard.page import page
+    from tritoncp.perf.dashboard.page import make_badge, page
 
     places = places or (HISTORY,)
     history = read(*places)
@@ -243,7 +249,10 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str) -> None:
             f"no measurement in {', '.join(map(str, places))}: `tritoncp perf run` writes there; a history "
             "elsewhere is an argument, as in `tritoncp perf dashboard FOLDER`"
         )
-    out.write_text(page(history, repo_url, trends.read_acceptances(places)), encoding="utf-8")
+    acceptances = trends.read_acceptances(places)
+    out.write_text(page(history, repo_url, acceptances), encoding="utf-8")
+    if badge is not None:
+        badge.write_text(json.dumps(make_badge(history.points, acceptances)) + "\n", encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
 
 

@@ -19,7 +19,9 @@ def test_no_other_commit_is_named_and_the_right_one_is_within_three_runs(steps, 
     found = judge(ours, [draw(seed, steps) for seed in range(count)])
     print(dict(found))
     assert found["wrong"] == 0 and found["right"] >= 0.95 * found["asked"], found
-    assert found["exact"] >= (0.9 if steps == 1 else 0.85) * found["asked"], "a set of commits is the exception"
+    assert found["exact"] >= (0.9 if steps == 1 else 0.85) * found["asked"], (
+        "a set of commits is the exception"
+    )
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.long)])

@@ -1,5 +1,6 @@
 """The dashboard as a file: no regression is hidden, text of a history stays text, what is missing is said."""
 
+import json
 import re
 
 from tests.perf.synthetic_history import ENV, H100, H200, line, perf, tags, write
@@ -100,6 +101,21 @@ def test_accepted_changes_are_read_beside_the_history(tmp_path):
     assert "1 accepted" in out.read_text() and "accepted: sums in float32 now" in out.read_text()
     (tmp_path / "accepted.txt").write_text("slow\n")
     assert perf("dashboard", tmp_path, "-o", out).exit_code == 2
+
+
+def test_a_badge_counts_the_worst_cases_of_the_page(tmp_path):
+    for times, message, colour in (
+        ([1.0] * 20, "1 as before", "brightgreen"),
+        ([1.0] * 19 + [1.3], "1 measure again", "orange"),
+        ([1.0] * 10 + [1.3] * 10, f"1 slower since {10:04x}000000", "red"),
+        ([1.0] * 19 + [None], "1 fails now", "red"),
+    ):
+        (tmp_path / "a.jsonl").unlink(missing_ok=True)
+        write(tmp_path / "a.jsonl", c=times, fine=[2.0] * 20 if colour != "brightgreen" else [])
+        words = ["dashboard", tmp_path, "-o", tmp_path / "page.html", "--badge", tmp_path / "badge.json"]
+        assert perf(*words).exit_code == 0
+        badge = json.loads((tmp_path / "badge.json").read_text())
+        assert badge == {"schemaVersion": 1, "label": "performance", "message": message, "color": colour}
 
 
 def test_a_comparison_has_its_page(tmp_path):
