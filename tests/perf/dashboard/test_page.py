@@ -126,4 +126,6 @@ def test_a_comparison_has_its_page(tmp_path):
     result = perf("compare", *sides, "--fail-over", "5", "--html", tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
     assert result.exit_code == 1 and "Does not pass" in html and "1 past 5 %" in html and "TOO SLOW" in html
+    assert "Before, " in html and "2 runs of 0000000000" in html and "Suites" in html
+    assert html.count("<circle") == 2 and "fetch(" not in html
     assert "fine<b>" not in html.split("<script>")[0]
