@@ -69,7 +69,7 @@ def test_a_tensor_beside_another_is_out_of_bounds() -> None:
         add[(1,)](memory[:64], memory[64:], torch.empty(128), 128, 128)
 
 
-def test_what_a_launch_leaves_out_is_never_written() -> None:
+def test_elements_that_a_launch_leaves_out_are_never_written() -> None:
     """The first launch writes one half of its output, the second one reads it whole."""
     x = torch.randn(128)
     with compiled_kernels(COMPILED, raise_faults=False) as device:

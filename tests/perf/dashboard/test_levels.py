@@ -19,9 +19,7 @@ def test_no_other_commit_is_named_and_the_right_one_is_within_three_runs(steps, 
     found = judge(ours, [draw(seed, steps) for seed in range(count)])
     print(dict(found))
     assert found["wrong"] == 0 and found["right"] >= 0.95 * found["asked"], found
-    assert found["exact"] >= (0.9 if steps == 1 else 0.85) * found["asked"], (
-        "a set of commits is the exception"
-    )
+    assert found["exact"] >= (0.9 if steps == 1 else 0.85) * found["asked"], "sets of commits are exceptions"
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.long)])
@@ -85,7 +83,7 @@ def test_a_step_in_the_newest_commit_of_three_runs_is_named_at_once(size, count)
 
 
 @pytest.mark.parametrize(("runs", "slow", "certain"), [(1, 1, False), (2, 2, True), (3, 3, True)])
-def test_as_many_runs_of_a_new_commit_say_as_much_as_they_can(runs, slow, certain):
+def test_the_certainty_of_a_step_depends_on_its_runs(runs, slow, certain):
     times = [1.0, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 1.01] + [1.15] * slow + [1.0] * (runs - slow)
     steps = find_steps(times, [*range(8), *[8] * runs])
     assert [step.best for step in steps] == [8], "also if it is only to be measured again"
