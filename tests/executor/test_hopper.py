@@ -72,7 +72,7 @@ def test_a_tensor_map_has_every_field(
     zeros: str, modes: tuple[str, ...], left_out: str, is_whole: bool
 ) -> None:
     body = START + zeros + "cvt.u64.u32 %d3, smem;"
-    fields = FIELDS | {mode: "b32 [%d3], 0x0" for mode in modes}
+    fields = FIELDS | dict.fromkeys(modes, "b32 [%d3], 0x0")
     for name in fields.keys() - {left_out}:
         dims = range(2 if "{at}" in fields[name] and name != "global_stride" else 1)
         body += "".join(
