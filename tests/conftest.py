@@ -58,10 +58,9 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 _device_constructors()  # torch lists torch.empty once, here before `poison` replaces it
 # A machine with a GPU may have pytest alone: tests/gpu needs no more.
 if importlib.util.find_spec("hypothesis"):
-    import hypothesis
+    from tests import draws
 
-    hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)
-    hypothesis.settings.load_profile("tritoncp")
+    draws.register()
 
 collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if COMPILED else ["compiled"])]
 

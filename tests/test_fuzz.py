@@ -162,7 +162,7 @@ SAMPLE = settings(phases=[Phase.generate, Phase.shrink], suppress_health_check=l
 
 
 @CPU
-@settings(SAMPLE, max_examples=30)
+@SAMPLE
 @given(case=cases(longest=70))
 def test_any_case(engine: str, case: Case) -> None:
     check(case)

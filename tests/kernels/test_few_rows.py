@@ -86,7 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", MASKS)
-def test_the_answer_stays(name: str, options: str) -> None:
+def test_packed_and_split_rows_equal_dense_attention(name: str, options: str) -> None:
     """With a group of three a tile of sixteen rows holds five rows of each head and one unused row."""
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1, dtype=F64)
     right(answers(x, MASKS[name](), **OPTIONS[options]), x, MASKS[name]())

@@ -185,7 +185,7 @@ def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attend("causal", score_mod=lambda s, b, h, q, kv: 2 * s) == 1
 
 
-def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_route_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured tables may come from another GPU, or another Triton."""
     x, mask = qkv(128, dtype=COARSE), MASKS["causal"](128)
     want = tritoncp.flex_attention(*x, mask)

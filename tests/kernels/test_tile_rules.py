@@ -37,7 +37,7 @@ def test_every_architecture_and_dim_has_a_default(arch: str, kind: str) -> None:
             assert min(config.BLOCK_M, config.BLOCK_N) >= 16
 
 
-def test_what_goes_with_the_rules_tiles_does_not_go_with_others() -> None:
+def test_settings_for_the_rules_tiles_do_not_apply_to_other_tiles() -> None:
     """A limit on registers, a transposed product: made for tiles of one size."""
     small = TileRequest("dq", "sm_100", 64, torch.bfloat16, 128, 128)
     assert choose(small, {}).maxnreg == 256 and choose(small, {"num_stages": 3}).maxnreg == 256
@@ -130,7 +130,7 @@ def measured(kind: str, config: Config) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-def test_what_was_measured_replaces_the_rule_and_options_replace_that(kind: str, tma: bool) -> None:
+def test_measured_tiles_replace_the_rule_and_options_replace_both(kind: str, tma: bool) -> None:
     best = Config(64, 64, 2, 4, not tma, tma)
     options = measured(kind, best)
     assert chosen(kind, options) == best

@@ -70,7 +70,7 @@ def cases(page: Page) -> list[str]:
     return page.locator("#cases tbody tr:visible td:first-child").all_inner_texts()
 
 
-def test_it_asks_for_nothing_but_itself(page, address):
+def test_the_page_requests_nothing_but_itself(page, address):
     assert [url for url in page.asked if not url.startswith(("data:", "blob:"))] == [address]
     refused = page.evaluate(
         """() => new Promise((done) => {
@@ -121,7 +121,7 @@ def test_a_case_has_its_address_chart_and_commits(page, browser):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_it_fits_its_window_and_the_worst_is_on_the_first_screen(scheme, width, browser, address):
+def test_the_page_fits_its_window_and_shows_the_worst_first(scheme, width, browser, address):
     page = open_page(browser, address, viewport={"width": width, "height": 900}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     first = page.locator("tbody tr").first
