@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import logging
 
 ROOT = Path(__file__).parents[1]
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 sys.path.insert(0, str(ROOT))  # docstrings of this checkout, whatever is installed
 
 from tritoncp import __version__  # noqa: E402
@@ -28,13 +30,22 @@ author = "tritoncp contributors"
 copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 4  # anchors of headings, as GitHub makes them
 myst_enable_extensions = ["attrs_block"]
 nitpicky = False  # types of torch in signatures have no page here; links between pages are always checked
 
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "  # left out of what is copied, and so is output below prompts
+copybutton_prompt_is_regexp = True
+
 html_theme = "furo"
+html_theme_options = {
+    "source_repository": REPOSITORY,  # "edit this page" and "view source" of each page
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "footer_icons": [{"name": "Repository", "url": REPOSITORY, "html": "Repository", "class": ""}],
+}
 html_title = f"tritoncp {release}"
 html_show_sourcelink = False
 html_show_copyright = False

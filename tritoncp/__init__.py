@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from tritoncp.masks.prefix_tree import tree as tree
     from tritoncp.masks.varlen import varlen_mask as varlen_mask
     from tritoncp.planning.balance import balancers as balancers
+    from tritoncp.planning.packer import pack_batches as pack_batches
+    from tritoncp.planning.packer import pack_stream as pack_stream
     from tritoncp.planning.plan import Plan as Plan
 
 
@@ -97,6 +99,7 @@ _WHERE = {
     "api.trees": ("pack_trajectories", "tree_edges"),
     "api.varlen": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
+    "planning.packer": ("pack_batches", "pack_stream"),
     "planning.plan": ("Plan",),
     "api.plan_cache": ("plan_cache_clear", "plan_cache_info"),
     "masks.prefix_tree": ("tree",),

@@ -72,6 +72,38 @@ def test_a_mask_is_made_once_for_the_same_documents(monkeypatch):
     assert len(masks) == 3
 
 
+IDS = documents(10, 30, 24)
+COMBINED = {
+    "and": lambda n: tritoncp.sliding_window(n) & tritoncp.document(ids=IDS),
+    "or": lambda n: tritoncp.sliding_window(n, n) | tritoncp.prefix_lm(n) | causal(),
+    "not": lambda n: tritoncp.not_(tritoncp.sliding_window(n)) & causal(),
+    "not not": lambda n: tritoncp.not_(tritoncp.not_(causal() & tritoncp.document(ids=IDS))),
+    "a function first": lambda n: (lambda b, h, q, kv: q - kv < n) & causal(),
+    "a function last": lambda n: causal() | tritoncp.not_(lambda b, h, q, kv: q - kv < n),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("combine", COMBINED.values(), ids=COMBINED)
+def test_masks_combined_inside_are_in_the_graph(combine, dynamic):
+    def layer(x, n):
+        mask = create_block_mask(combine(n), None, None, S, S)
+        return flex_attention(flex_attention(x.sin(), x, x, block_mask=mask), x, x, block_mask=combine(n))
+
+    case = Compiled(layer, dynamic=dynamic)
+    for n in (3, 9, 14, 20):
+        case.check(torch.randn(1, 2, S, 8), n)
+    assert case.counter.frame_count <= 2
+
+
+def test_the_complement_of_a_mask_breaks_a_graph_once():
+    def layer(x, mask):
+        return flex_attention(x.sin(), x, x, block_mask=~mask & causal()).cos()
+
+    case = Compiled(layer, fullgraph=False)
+    case.check(torch.randn(1, 2, S, 8), tritoncp.sliding_window(9))
+
+
 def test_a_mask_that_leaves_the_graph():
     x, mod = torch.randn(1, 2, S, 8), in_documents(documents(10, 54))
     fast = torch.compile(

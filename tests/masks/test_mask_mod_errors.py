@@ -49,6 +49,41 @@ def test_a_mask_mod_that_cannot_run_on_pairs_is_refused_at_its_line_with_the_rem
     assert "file an issue" not in str(error.value) and "vmap(" not in str(error.value)
 
 
+WRITES = {
+    "a constant": lambda t, q: t.__setitem__(0, 1),
+    "a constant through a view": lambda t, q: t[:4].fill_(3),
+    "a value of the pair": lambda t, q: t.__setitem__(0, q),
+    "in place": lambda t, q: t.add_(1),
+    "data": lambda t, q: t.data.zero_(),
+    "out": lambda t, q: torch.add(t, 1, out=t),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_mask_mod_that_writes_to_a_capture_is_refused_before_it_writes(use, write) -> None:
+    table = torch.arange(256)
+
+    def mod(b, h, q, kv):
+        WRITES[write](table, q)
+        return q >= table[kv]
+
+    with pytest.raises(TypeError, match=r"must not write to what it captures.*edit the tensor") as error:
+        USES[use](mod)
+    assert __file__ in str(error.value)
+    assert torch.equal(table, torch.arange(256))
+
+
+def test_a_mask_mod_may_write_to_a_tensor_that_it_makes() -> None:
+    def mod(b, h, q, kv):
+        limits = torch.zeros(2, dtype=torch.int64)
+        limits[1] = 5
+        return q >= kv + limits[1] - limits[0]
+
+    q, kv = torch.arange(128)[:, None], torch.arange(128)
+    assert torch.equal(create(mod).to_dense()[0, 0], q >= kv + 5)
+
+
 @pytest.mark.parametrize("value", [True, False])
 def test_python_bools_combine_as_in_torchs_and_masks(value) -> None:
     mods = (lambda b, h, q, kv: value), (lambda b, h, q, kv: q >= kv)

@@ -1,13 +1,27 @@
 """Tests of flex_attention and shard with DTensors, on a mesh of context and tensor parallelism."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.attention.flex_attention import create_block_mask as torch_mask
 
 from tests.multiprocess import ranks
-from tritoncp import create_block_mask, flex_attention, make_plan, positions, shard
+from tritoncp import (
+    create_block_mask,
+    document,
+    flex_attention,
+    make_plan,
+    positions,
+    prefix_lm,
+    reshard,
+    shard,
+    unshard,
+    varlen_attention,
+)
 from tritoncp.reference.dense import dense_attention
 
 B, HEADS, KV_HEADS, S, DIM, BLOCK = 2, 4, 2, 64, 8, 16
@@ -115,3 +129,82 @@ def test_dtensors_give_the_attention_of_the_whole_tensors(compiled):
         for way, got in results.items():
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-8, msg=str(way))
+
+
+def refusals(group):
+    """Return each rank's errors of calls whose DTensors need what only the whole tensors have."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    q, plain = torch.randn(B, HEADS, S, DIM), torch.randn(B, HEADS, S, DIM)
+    whole, heads, odd = (spread(x, mesh, Shard(1)) for x in (plain, q, torch.randn(B, 3, S, DIM)))
+    plan, natural = (make_plan(mask(), mesh, balancer=balancer) for balancer in ("ptrr", None))
+    part, weight = DTensor.from_local(plain, mesh, [Partial()]), torch.ones(DIM, DIM)
+    table, ids, lengths = (
+        spread(x, mesh, Replicate()) for x in (torch.ones(S), torch.zeros(S).long(), torch.tensor([40, 24]))
+    )
+    listed = torch_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, "cpu")
+    listed.kv_indices = spread(listed.kv_indices, mesh, Replicate())
+    rows = shard(plain, plan, mesh, dim=2)
+    local = spread(rows, mesh, Replicate()).detach()
+    ends, packed = (
+        torch.tensor([0, 40, S], dtype=torch.int32),
+        spread(torch.randn(S, HEADS, DIM), mesh, Shard(2)),
+    )
+
+    def learned(score, b, h, q_idx, kv_idx):
+        return score + table[q_idx]
+
+    def attend_by(**options):
+        return lambda: flex_attention(plain, plain, plain, **options)
+
+    def same(x, *rest):
+        return lambda: flex_attention(x, x, x, *rest)
+
+    calls = {
+        "a plain key": lambda: flex_attention(heads, plain, plain),
+        "a plain query": lambda: flex_attention(plain, heads, heads),
+        "a key placed otherwise": lambda: flex_attention(heads, part, heads),
+        "the head dimension": same(spread(plain, mesh, Shard(3))),
+        "the sequence without a mesh": same(spread(plain, mesh, Shard(2))),
+        "partial sums": same(part),
+        "uneven heads": same(odd),
+        "the plan's ranks": lambda: flex_attention(local, local, local, None, plan, mesh=mesh),
+        "an ordered plan": lambda: flex_attention(
+            *[spread(plain, mesh, Shard(2))] * 3, None, plan, mesh=mesh
+        ),
+        "a mask of heads": same(whole, None, mask()),
+        "a score_mod's capture": attend_by(score_mod=learned),
+        "a score_mod's capture beside DTensors": same(spread(plain, mesh, Replicate()), learned),
+        "a mask_mod's capture": lambda: create_block_mask(lambda b, h, q, kv: ids[q] == ids[kv], 1, 1, S, S),
+        "ids of documents": attend_by(block_mask=document(ids=ids)),
+        "lengths of documents": lambda: document(lengths=lengths),
+        "a prefix": attend_by(block_mask=prefix_lm(lengths)),
+        "lists of blocks": attend_by(block_mask=listed),
+        "sinks": attend_by(sinks=spread(torch.ones(HEADS), mesh, Replicate())),
+        "plain sinks": lambda: flex_attention(heads, heads, heads, sinks=torch.ones(HEADS)),
+        "a parameter of expand=": lambda: flex_attention(
+            plain, plain[:, :1], None, expand=(lambda x, w: (x @ w, x @ w), spread(weight, mesh, Replicate()))
+        ),
+        "positions": lambda: flex_attention(
+            rows, rows, rows, None, plan, mesh=mesh, positions=spread(positions(plan), mesh, Replicate())
+        ),
+        "packed documents": lambda: varlen_attention(packed, packed, packed, ends, causal=True),
+        "ends of documents": lambda: varlen_attention(
+            *[torch.randn(S, HEADS, DIM)] * 3, lengths, causal=True
+        ),
+        "reshard": lambda: reshard(local, plan, natural, mesh, dim=2),
+        "unshard": lambda: unshard(local, plan, mesh, dim=2),
+        "shard of a piece by an ordered plan": lambda: shard(spread(q, mesh, Shard(2)), plan, mesh, dim=2),
+        "shard of partial sums": lambda: shard(part, plan, mesh, dim=2),
+    }
+    return {name: ranks.attempt(call) for name, call in calls.items()}
+
+
+def test_a_dtensor_whose_call_needs_the_whole_is_refused_by_name_on_every_rank():
+    first, second = ranks.run(2, refusals)
+    for name, error in first.items():
+        assert isinstance(error, str) and isinstance(second[name], str), name
+        assert re.match(
+            r"(TypeError|ValueError): .*(DTensor|differs between heads, and heads are sharded)", error
+        )
+        assert re.search(r"pass|give|use a mesh|redistribute|capture the whole", error), error
+        assert error == second[name]

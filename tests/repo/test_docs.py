@@ -75,8 +75,9 @@ CHECKS = tomllib.loads(Path(__file__).with_name("page_checks.toml").read_text())
 
 
 @pytest.fixture(autouse=True)
-def programs_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stand in for wandb and tensorboard, and restore the level of the package's logger."""
+def programs_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run programs in an empty folder, without wandb and tensorboard; restore the level of our logger."""
+    monkeypatch.chdir(tmp_path)
     for name in ("wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     log = logging.getLogger("tritoncp")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tritoncp.core.host_copy import host, no_saved_tensor_hooks
-from tritoncp.core.user_code import call_mod, check_result, explained_errors
+from tritoncp.core.user_code import call_mod, check_result, explained_errors, write_refused
 
 aten = torch.ops.aten
 Mod = Callable[..., Tensor]
@@ -152,9 +152,13 @@ class WideGradients(torch.fx.Interpreter):
         return out.to(traced.dtype).to(self.dtype) if is_narrow else out
 
 
+class WriteToCapture(RuntimeError):
+    """Raised in place of an operation that writes to a captured tensor."""
+
+
 class GraphRecorder(TorchDispatchMode):
     """Dispatch mode that records the aten operations of a function as a torch.fx graph; it raises
-    RuntimeError in place of a write to a captured tensor.
+    WriteToCapture in place of a write to a captured tensor.
 
     graph: the recorded operations; root: the module whose attributes are tensors that are neither arguments
     nor results. `node.meta["val"]` is a result without data. The graph is that of torch's `make_fx`, which
@@ -196,7 +200,7 @@ class GraphRecorder(TorchDispatchMode):
         if parts is not NotImplemented:
             return parts
         if self._writes_capture(func, args, kwargs):
-            raise RuntimeError(f"{func} writes to a captured tensor")
+            raise WriteToCapture(str(func))
         nodes = [self._nodes.get(id(leaf)) for leaf in tree_leaves((args, kwargs))]
         inputs = [node for node in nodes if node is not None and node.op != "get_attr"]
         is_constant = self._constants.issuperset(inputs)
@@ -276,12 +280,16 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.GraphModule | None:
-    """Trace the mask_mod to a graph of int64 scalars (b, h, q_idx, kv_idx); None if it cannot be traced."""
+    """Trace the mask_mod to a graph of int64 scalars (b, h, q_idx, kv_idx); None if it cannot be traced.
+
+    Raises TypeError for a mask_mod that writes to a captured tensor."""
     scalars = tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
     try:
         with torch.no_grad(), TensorIndexing():
             recorder = GraphRecorder()
             recorder.record(mask_mod, scalars)
+    except WriteToCapture as error:
+        raise write_refused(mask_mod, error) from error
     except Exception:  # raised by user code; the mask_mod can still be evaluated pair by pair
         return None
     recorder.graph.eliminate_dead_code()

@@ -117,6 +117,15 @@ def last_user_line(stack: Sequence[traceback.FrameSummary], default: str) -> str
     return lines[-1] if lines else default
 
 
+def write_refused(mask_mod: Any, error: Exception) -> TypeError:
+    """Return the error for a mask_mod that writes to a captured tensor. error: names the operation"""
+    line = last_user_line(traceback.extract_tb(error.__traceback__), origin(mask_mod))
+    return TypeError(
+        f"the mask_mod at {line} uses {error}: {MUST_NOT_WRITE}. Return the value, or edit the tensor "
+        "between calls"
+    )
+
+
 def call_mod(fn: Callable[..., Any], kind: str, *arguments: Any) -> Any:
     """Call a user's function; raise TypeError that names the signature of its ``kind`` if it has another."""
     try:

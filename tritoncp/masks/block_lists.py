@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.core.host_copy import is_remote, to_host
+from tritoncp.core.host_copy import is_remote, refuse_dtensor, to_host
 from tritoncp.masks.block_runs import ABSENT, Kind
 
 
@@ -47,6 +47,8 @@ def kinds_from_lists(bm: BlockMask, rows: int, cols: int) -> Tensor:
     """
     lists = index_lists(bm)
     parts = to_host(lists) if any(map(is_remote, lists)) else lists
+    for part in parts:
+        refuse_dtensor(part, "a list of blocks of the BlockMask", "give the lists whole, x.full_tensor()")
     (q_len, _), (q_block, _) = bm.seq_lengths, bm.BLOCK_SIZE
     if parts[0].shape[-1] != rows:
         raise ValueError(

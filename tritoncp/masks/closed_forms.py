@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import TensorCache
-from tritoncp.core.host_copy import host
+from tritoncp.core.host_copy import host, refuse_dtensor
 from tritoncp.core.pytrees import as_tree
 from tritoncp.core.records import record
 from tritoncp.masks.mask_mod import (
@@ -319,6 +319,7 @@ def is_closed_form(mask: Any) -> bool:
 
 def _ids_from_lengths(lengths: Tensor) -> Tensor:
     """Return the document number of each token, int32 [N] or [B, N], from document lengths [n] or [B, n]."""
+    refuse_dtensor(lengths, "lengths of document", "pass lengths.full_tensor()")
     if lengths.ndim not in (1, 2) or lengths.is_floating_point() or bool((lengths < 0).any()):
         raise ValueError(f"document: lengths must be integers >= 0, [n] or [B, n], got {lengths.tolist()}")
     rows = lengths.reshape(-1, lengths.shape[-1])

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.distributed import collectives, consistency, failures, groups
-from tritoncp.distributed.collectives import Schedule
+from tritoncp.distributed.collectives import Requests
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
@@ -35,6 +35,7 @@ from tritoncp.ops.dispatch import (
     register_op,
 )
 from tritoncp.ops.engine_factory import engine_of, gradient_buffers, sum_gradients
+from tritoncp.planning.step_tables import Engine
 
 _NO_CONTEXT = nullcontext()
 
@@ -61,22 +62,21 @@ class BackwardInputs(NamedTuple):
     lse: Tensor
 
 
-def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Schedule[Any]:
+def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Requests[Any]:
     """Return the schedule that computes out, lse, and max_scores or None."""
     if call.expand is not None:
         call.expand.check_call(call.plan, call.is_invariant)
     engine = engine_of(call, q, k, v)
     pass_of = schedule_of(call.plan, call.is_invariant)
-    schedule: Schedule[Any] = pass_of.forward(call.plan, engine, q, k, v, call.want_max)
-    return schedule
+    return pass_of.forward(call.plan, engine, q, k, v, call.want_max)
 
 
-def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> Schedule[Any]:
+def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> Requests[Any]:
     """Return the schedule that computes dq, dk, dv, and adds gradients of captures to ``sums``."""
     engine, dout, delta = backward_engine(call, inputs, sums)
     qkv = inputs[2:5]
 
-    def steps() -> Schedule[Any]:
+    def steps() -> Requests[Any]:
         schedule, (q, k, v) = schedule_of(call.plan, call.is_invariant), qkv
         if call.expand is not None and not k.stride(0):
             k = k.clone(memory_format=torch.contiguous_format)  # a separate gradient for each batch row
@@ -86,7 +86,9 @@ def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
     return steps()
 
 
-def backward_engine(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> tuple[Any, Tensor, Tensor]:
+def backward_engine(
+    call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
+) -> tuple[Engine, Tensor, Tensor]:
     """Return (engine of a backward pass, dout in a memory order that kernels read, delta = rowsum(out * dout)
     - dlse [B, H, S])."""
     dout, dlse, q, k, v, out, lse = inputs
@@ -109,7 +111,7 @@ def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
     return grad.to(x.dtype)
 
 
-def _drive(call: Call, schedule: Schedule[Any], x: Tensor, direction: str = "") -> Any:
+def _drive(call: Call, schedule: Requests[Any], x: Tensor, direction: str = "") -> Any:
     """Run the schedule of this rank on the device of x, and return its result."""
     with current_device(x):
         if call.group is None:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.call import Call
 from tritoncp.ops.executable import MAX_LAUNCHES, Executable, caches_of
 from tritoncp.ops.expand import ExpandingEngine
+from tritoncp.planning.step_tables import Engine
+
+if TYPE_CHECKING:
+    from tritoncp.kernels.engine import TritonEngine
 
 engine_log, cache_log = area_logger("engine"), area_logger("cache")
 
@@ -51,7 +55,7 @@ def uses_triton(device: torch.device) -> bool:
 
 def engine_of(
     call: Call, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor] = (), grads: Sequence[Tensor] = ()
-) -> Any:
+) -> Engine:
     """Return the engine for one pass of a call. extra: further tensors of the pass; grads: a buffer for the
     gradient of each capture in ``call.wants``.
 
@@ -64,10 +68,10 @@ def engine_of(
         return ExpandingEngine.of(
             expand, lambda key, value: engine_of(call, q, key, value, extra, own), q, sums
         )
-    warn_untested()
     warn_left_out(call.options)
     plan, score, device = call.plan, call.score, q.device
     if not q.is_cuda and not uses_triton(device):
+        warn_untested("torch")
         if call.is_invariant:
             raise ValueError(
                 "kernel option invariant=True on the CPU engine, where the bits of matrix products depend on "
@@ -75,6 +79,7 @@ def engine_of(
             )
         mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
+    warn_untested("torch", "triton")
     captured: tuple[Any, ...] = ()
     tensors = call.score_tensors
     if score is not None:
@@ -219,7 +224,7 @@ def sum_gradients(call: Call, grads: Sequence[Tensor]) -> list[Tensor]:
     return [total.to(call.captures[i].dtype) for total, i in zip(totals, call.wants, strict=True)]
 
 
-def _log_triton_engine(engine: Any, device: torch.device, key: tile_lookup.TileKey) -> None:
+def _log_triton_engine(engine: TritonEngine, device: torch.device, key: tile_lookup.TileKey) -> None:
     """Log the engine of a new executable, the route of its forward pass, and the reason for that route."""
     if not engine_log.isEnabledFor(logging.INFO):
         return
