@@ -15,14 +15,15 @@ from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import TileRequest, check_options, choose
 from tritoncp.kernels.tile_rules import Config, architecture, default
-from tritoncp.kernels.toolchain import BUNDLED, broken_ptxas_paths, ptxas_faults, ptxas_for
+from tritoncp.kernels.toolchain import BUNDLED, PTXAS_PATHS, broken_ptxas_paths, ptxas_faults, ptxas_for
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning.targets import Target, candidates, targets, without_faults
 
 VERSIONS = {"3.6.0": False, "3.7.0": False, "3.7.0+git5": False, "3.7.1": True, "3.7.1+git12": True}
 VERSIONS |= {"3.8.0": True, "3.10.0": True, "4.0.0": True}
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0)}
-ARCHS = (*CAPABILITIES, "gfx942")
+ASSEMBLED = tuple(CAPABILITIES)
+ARCHS = (*ASSEMBLED, "gfx942")
 PAIRS = list(itertools.product(ARCHS, VERSIONS))
 BACKWARD = ("dq", "dkdv", "fused")
 FAKE = FakeTensorMode()
@@ -213,26 +214,25 @@ def no_paths(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ASSEMBLED)
 def test_the_default_ptxas_is_bundled_with_triton(arch, no_paths):
     used = ptxas_for(arch)
     assert used.origin == BUNDLED and "triton/backends/nvidia/bin/ptxas" in used.path
     assert len(used.version.split(".")) == 3 and used.version in str(used) and used.path in str(used)
 
 
-@pytest.mark.parametrize(
-    ("arch", "name"), [("sm_90", "TRITON_PTXAS_PATH"), ("sm_100", "TRITON_PTXAS_BLACKWELL_PATH")]
-)
-def test_a_variable_selects_another_ptxas(arch, name, no_paths, monkeypatch, tmp_path):
-    other = {"sm_90": "sm_100", "sm_100": "sm_90"}[arch]
+@pytest.mark.parametrize("arch", ASSEMBLED)
+def test_the_variable_of_a_ptxas_replaces_it_wherever_it_is_used(arch, no_paths, monkeypatch, tmp_path):
+    bundled = {other: ptxas_for(other) for other in ASSEMBLED}
+    name = bundled[arch].variable
     monkeypatch.setenv(name, path := fake_ptxas(tmp_path))
-    assert ptxas_for(arch) == ("13.1.80", path, name)
-    assert ptxas_for(other).origin == BUNDLED
+    for other, used in bundled.items():
+        assert ptxas_for(other) == (("13.1.80", path, name) if used.variable == name else used)
 
 
 @pytest.mark.parametrize("said", ["hello", "Cuda compilation tools, release 12.9"])
 def test_a_ptxas_with_a_shorter_version_is_accepted(said, no_paths, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_PTXAS_PATH", path := fake_ptxas(tmp_path, said))
+    monkeypatch.setenv(ptxas_for("sm_90").variable, path := fake_ptxas(tmp_path, said))
     used = ptxas_for("sm_90")
     assert used.version == "12.9" if "12.9" in said else used.path != path
 
@@ -241,12 +241,15 @@ def test_a_ptxas_that_does_not_run_is_an_error_with_a_reason(no_paths, monkeypat
     """Triton does not pass over a file that may not be executed."""
     path = tmp_path / "ptxas"
     path.write_text("")
-    monkeypatch.setenv("TRITON_PTXAS_PATH", str(path))
+    name = ptxas_for("sm_90").variable
+    monkeypatch.setenv(name, str(path))
     with pytest.raises(LookupError, match="no ptxas runs for sm_90"):
         ptxas_for("sm_90")
-    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", "false")  # a program that fails
-    for line, used in zip(broken_ptxas_paths(), (str(path), "false"), strict=True):
-        assert f"PATH={used}: this ptxas does not run" in line
+    (other,) = {*PTXAS_PATHS} - {name}
+    monkeypatch.setenv(other, "false")  # a program that fails
+    lines = dict(line.split("=", 1) for line in broken_ptxas_paths())
+    for broken, used in ((name, str(path)), (other, "false")):
+        assert lines[broken].startswith(f"{used}: this ptxas does not run")
 
 
 def test_a_triton_without_nvidias_compiler_is_an_error_with_a_reason(monkeypatch):
