@@ -11,7 +11,7 @@ py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py setup.py
 
-.PHONY: help demo mutants quick scorecard test test-all test-browser test-integrations test-newest test-oldest gpu \
+.PHONY: help demo bench mutants quick scorecard test test-all test-browser test-integrations test-newest test-oldest gpu \
 	docs format lint types check clean find-browser find-compiler
 .DEFAULT_GOAL := help
 
@@ -32,6 +32,9 @@ quick: $(VENV)/.dev-ready ## tests of plans, masks, the CPU engine and calls: be
 
 scorecard: $(VENV)/.dev-ready ## the tests that prove the rows of docs/scorecard.md, and what was seen
 	$(pytest) -q -p tests.scorecard -m "bar and not nightly" $(ARGS)
+
+bench: $(VENV)/.dev-ready ## times of masks, plans, calls and the CPU engine, kept in .benchmarks (ARGS="-k mask --benchmark-compare")
+	$(pytest) -n 0 -p benchmark -o python_files='bench_*.py' --benchmark-autosave perf/benchmarks $(ARGS)
 
 mutants: $(VENV)/.mutants-ready ## change lines of the package, and run their tests (ARGS="--count 25 masks")
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m tests.mutants $(ARGS)

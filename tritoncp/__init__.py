@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tritoncp.api.plans import make_plan as make_plan
     from tritoncp.api.reshard import reshard as reshard
     from tritoncp.api.reshard import unshard as unshard
+    from tritoncp.api.roll import roll as roll
     from tritoncp.api.shards import positions as positions
     from tritoncp.api.shards import shard as shard
     from tritoncp.api.simulate import simulate as simulate
@@ -88,6 +89,7 @@ _WHERE = {
     "api.attention": ("flex_attention",),
     "api.plans": ("make_plan",),
     "api.reshard": ("reshard", "unshard"),
+    "api.roll": ("roll",),
     "api.shards": ("positions", "shard"),
     "planning.balance": ("balancers",),
     "api.masks": ("create_block_mask",),

@@ -23,7 +23,7 @@ SOURCES = sorted(  # files of the wheel
     f"tritoncp/{path.relative_to(ROOT / base).as_posix()}"
     for base, folder in (("tritoncp", "tritoncp"), (".", "kernels"), (".", "perf"))
     for path in (ROOT / folder).rglob("*")
-    if path.suffix in {".py", ".typed", ".html", ".css", ".js"}
+    if (path.suffix in {".py", ".typed", ".html", ".css", ".js"} and path.parent.name != "benchmarks")
     or (path.suffix == ".json" and "configs" in path.parts)
 )
 # Imports all modules; prints their origin, and whether a bare `kernels` was imported or could be.
