@@ -162,7 +162,7 @@ SAMPLE = settings(phases=[Phase.generate, Phase.shrink], suppress_health_check=l
 
 
 @CPU
-@SAMPLE
+@settings(SAMPLE, max_examples=settings().max_examples // 2)
 @given(case=cases(longest=70))
 def test_any_case(engine: str, case: Case) -> None:
     check(case)

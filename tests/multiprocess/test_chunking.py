@@ -211,15 +211,18 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool, dty
     assert attention_seconds(gm, by_plans=False) == pytest.approx(both, rel=1e-6)
 
 
-def test_chunks_that_share_keys_compute_and_take_what_the_whole_does() -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(("allgather", "causal", True, torch.float64), marks=pytest.mark.long),
+        pytest.param(("fetch", "causal", False, torch.bfloat16), marks=pytest.mark.long),
+        ("fetch", "documents", True, torch.float64),
+    ],
+    ids=["all keys", "fetched", "fetched by batch row"],
+)
+def test_chunks_that_share_keys_compute_and_take_what_the_whole_does(case: Any) -> None:
     """Where each batch row, or all batch rows together, fetch keys, and with all keys on each rank."""
-
-    def work(group: Any) -> None:
-        share_one_exchange(group, "allgather", "causal", True, torch.float64)
-        share_one_exchange(group, "fetch", "causal", False, torch.bfloat16)
-        share_one_exchange(group, "fetch", "documents", True, torch.float64)
-
-    ranks.run(2, work)
+    ranks.run(2, share_one_exchange, *case)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------
@@ -227,6 +230,7 @@ def test_chunks_that_share_keys_compute_and_take_what_the_whole_does() -> None:
 SAVED = (None, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 COMPUTED_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 PARTITIONS = (min_cut_rematerialization_partition, default_partition)
+CHECKPOINTS = [*product((*SAVED, *COMPUTED_AGAIN), PARTITIONS)]
 
 
 def run_passes(gm: GraphModule, partition: Any, tensors: list[Tensor]) -> list[Tensor]:
@@ -246,11 +250,11 @@ def sines_attend(plan: Any, group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     return out, *torch.autograd.grad(out, leaves, grad)
 
 
-def compute_again(group: Any) -> None:
+def compute_again(group: Any, cases: Any) -> None:
     """Compare one attention in chunks that a checkpoint has, by policy and partitioner, with the whole one:
     results, and messages."""
     generator = torch.Generator().manual_seed(1)
-    for at, (policy, partition) in enumerate(product((*SAVED, *COMPUTED_AGAIN), PARTITIONS)):
+    for at, (policy, partition) in enumerate(cases):
         schedule = ("fetch", "allgather", "allgather")[at % 3]
         plan = make_plan(create_block_mask(causal(), 1, 1, S, S), group, schedule=schedule)
         whole = (torch.randn(B, 2, S, 8, generator=generator) for _ in range(4))
@@ -271,5 +275,10 @@ def compute_again(group: Any) -> None:
         assert messages.count == 3 + (policy in COMPUTED_AGAIN), (policy, partition)
 
 
-def test_attention_that_a_checkpoint_computes_again_sends_its_keys_once_more():
-    ranks.run(2, compute_again)
+@pytest.mark.parametrize(
+    "cases",
+    [CHECKPOINTS[1::5], pytest.param(CHECKPOINTS, marks=pytest.mark.long)],
+    ids=["some policies", "all policies"],
+)
+def test_attention_that_a_checkpoint_computes_again_sends_its_keys_once_more(cases):
+    ranks.run(2, compute_again, cases)
