@@ -11,8 +11,8 @@ py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py setup.py
 
-.PHONY: help demo mutants quick scorecard test test-all test-browser test-integrations test-oldest gpu docs format lint types \
-	check clean find-browser find-compiler
+.PHONY: help demo bench mutants quick scorecard test test-all test-browser test-integrations test-newest test-oldest gpu \
+	docs format lint types check clean find-browser find-compiler
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -32,6 +32,9 @@ quick: $(VENV)/.dev-ready ## tests of plans, masks, the CPU engine and calls: be
 
 scorecard: $(VENV)/.dev-ready ## the tests that prove the rows of docs/scorecard.md, and what was seen
 	$(pytest) -q -p tests.scorecard -m "bar and not nightly" $(ARGS)
+
+bench: $(VENV)/.dev-ready ## times of masks, plans, calls and the CPU engine, kept in .benchmarks (ARGS="-k mask --benchmark-compare")
+	$(pytest) -n 0 -p benchmark -o python_files='bench_*.py' --benchmark-autosave perf/benchmarks $(ARGS)
 
 mutants: $(VENV)/.mutants-ready ## change lines of the package, and run their tests (ARGS="--count 25 masks")
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m tests.mutants $(ARGS)
@@ -56,6 +59,12 @@ test-oldest: ## execute kernels that the oldest promised Triton compiles for Hop
 	$(MAKE) --no-print-directory VENV=$(oldest) $(oldest)/.dev-ready
 	$(oldest)/bin/python -m pip install -qq --disable-pip-version-check triton==3.6.0
 	OMP_NUM_THREADS=1 $(oldest)/bin/python -m pytest --compiled sm_90 tests/compiled $(ARGS)
+
+# The suite on the newest torch and Triton that it is run with, in an environment of its own. That torch has CUDA:
+# 3 GB to fetch, also for a machine without a GPU.
+newest := .venv-newest
+test-newest: ## the suite with the versions of constraints-newest.txt
+	$(MAKE) --no-print-directory VENV=$(newest) CONSTRAINTS=constraints-newest.txt test
 
 # What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, once with two threads.
 bits := tests/kernels tests/ops tests/cpu $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
@@ -108,7 +117,8 @@ check: lint types test ## what a change has to pass
 
 # Editable installs, also of environments elsewhere, point into build/__editable__.*: it stays.
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) $(others) $(oldest) dist *.egg-info demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(others) $(newest) $(oldest) dist *.egg-info demo-out \
+		.pytest_cache .mypy_cache .ruff_cache .hypothesis
 	[ ! -d build ] || find build -mindepth 1 -maxdepth 1 ! -name '__editable__.*' -exec rm -rf {} +
 
 # Steps of the set-up, a line each.

@@ -18,7 +18,7 @@ from tests.cases import DTYPES, LAYOUTS, PASSES, Case, Expression, case_of, chec
 from tests.compat import torch_mods
 from tests.zoo import BALANCERS, MASKS, SCORES
 
-pytestmark = pytest.mark.filterwarnings("ignore:in natural order")
+pytestmark = [pytest.mark.filterwarnings("ignore:in natural order"), pytest.mark.usefixtures("in_pieces")]
 FACTORS: dict[str, Any] = {
     "mask": tuple(MASKS),
     "score": tuple(SCORES),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tritoncp.api.plans import make_plan as make_plan
     from tritoncp.api.reshard import reshard as reshard
     from tritoncp.api.reshard import unshard as unshard
+    from tritoncp.api.roll import roll as roll
     from tritoncp.api.shards import positions as positions
     from tritoncp.api.shards import shard as shard
     from tritoncp.api.simulate import simulate as simulate
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from tritoncp.masks.prefix_tree import tree as tree
     from tritoncp.masks.varlen import varlen_mask as varlen_mask
     from tritoncp.planning.balance import balancers as balancers
+    from tritoncp.planning.packer import pack_batches as pack_batches
+    from tritoncp.planning.packer import pack_stream as pack_stream
     from tritoncp.planning.plan import Plan as Plan
 
 
@@ -86,6 +89,7 @@ _WHERE = {
     "api.attention": ("flex_attention",),
     "api.plans": ("make_plan",),
     "api.reshard": ("reshard", "unshard"),
+    "api.roll": ("roll",),
     "api.shards": ("positions", "shard"),
     "planning.balance": ("balancers",),
     "api.masks": ("create_block_mask",),
@@ -97,6 +101,7 @@ _WHERE = {
     "api.trees": ("pack_trajectories", "tree_edges"),
     "api.varlen": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
+    "planning.packer": ("pack_batches", "pack_stream"),
     "planning.plan": ("Plan",),
     "api.plan_cache": ("plan_cache_clear", "plan_cache_info"),
     "masks.prefix_tree": ("tree",),

@@ -119,6 +119,7 @@ def decided(mask: Mask) -> tuple[str, bool]:
     return tables.mask, tables.window is not None
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", WINDOWS)
 def test_window_table_and_mask_mod_give_the_same_bits(name: str) -> None:
     """Whole tiles in the same order by three routes: positions alone, runs and intervals, the mask_mod."""
@@ -135,6 +136,7 @@ def test_window_table_and_mask_mod_give_the_same_bits(name: str) -> None:
         same(run(x, routed[route], start=start, **TILE), want)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("lengths", [(41, 41), (20, 50), (50, 20)], ids=str)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_routes_agree_at_ragged_ends(name: str, lengths: tuple[int, int]) -> None:

@@ -78,6 +78,7 @@ def test_an_option_of_torch_without_effect_has_the_values_that_torch_takes(optio
                 check_options({prefix + option: value})
 
 
+@pytest.mark.bits
 def test_hints_change_nothing() -> None:
     flags = ("PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "OUTPUT_LOGSUMEXP")
     hints = {**dict.fromkeys(flags, True), "WRITE_DQ": False, "BACKEND": "TRITON"}
@@ -206,6 +207,7 @@ def test_options_that_do_not_fit_the_gpu_say_what_is_needed(kind: str) -> None:
         assert f"{strongest[field]}={value}" in str(error.value)
 
 
+@pytest.mark.bits
 @pytest.mark.bar(9)
 def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x = qkv(40, dim=24)

@@ -36,7 +36,7 @@ from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import dense_attention
 
-cpu_engine = pytest.mark.usefixtures("cpu_engine")
+cpu_engine = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 SCHEDULES = ["allgather", "ring", "fetch"]
 F64 = torch.float64
 HEADS, KV_HEADS, LATENT, ROPE, D, E = 4, 2, 6, 2, 5, 3

@@ -68,10 +68,10 @@ def engine_of(
         return ExpandingEngine.of(
             expand, lambda key, value: engine_of(call, q, key, value, extra, own), q, sums
         )
-    warn_untested()
     warn_left_out(call.options)
     plan, score, device = call.plan, call.score, q.device
     if not q.is_cuda and not uses_triton(device):
+        warn_untested("torch")
         if call.is_invariant:
             raise ValueError(
                 "kernel option invariant=True on the CPU engine, where the bits of matrix products depend on "
@@ -79,6 +79,7 @@ def engine_of(
             )
         mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
+    warn_untested("torch", "triton")
     captured: tuple[Any, ...] = ()
     tensors = call.score_tensors
     if score is not None:

@@ -67,8 +67,12 @@ class Placement:
     def positions(self, rank: int) -> Tensor:
         """Return the global position of each row of a rank's buffer, -1 at padding: int64 [Bp,
         lengths[rank]]."""
-        object.__setattr__(self, "order_is_read", True)
+        self.mark_order_read()
         return self._row_positions(rank)
+
+    def mark_order_read(self) -> None:
+        """Set ``order_is_read``."""
+        object.__setattr__(self, "order_is_read", True)
 
     @computed_once
     def _row_positions(self, rank: int) -> Tensor:
