@@ -164,6 +164,24 @@ def leave_out_overloads(app: Sphinx, *args: Any) -> None:
         analyzer.overloads.clear()
 
 
+# Pages that became sections of others, for links from elsewhere.
+MOVED = {
+    "balance": "schedules.html#balancers-compared",
+    "checkpointing": "torch_compile.html#selective-checkpointing",
+    "environment": "commands.html#environment-variables",
+    "scaling": "schedules.html#plans-at-scale",
+    "state": "torch_compile.html#state-that-a-mask-mod-or-score-mod-reads",
+}
+
+
+def write_redirects(app: Sphinx, error: Exception | None) -> None:
+    """Write a page that leads to the new place of each page that moved."""
+    if error is None and app.builder.name == "html":
+        for page, place in MOVED.items():
+            link = f'<meta http-equiv="refresh" content="0; url={place}"><a href="{place}">moved</a>'
+            Path(app.outdir, f"{page}.html").write_text(f"<!doctype html><title>tritoncp</title>{link}\n")
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("env-before-read-docs", leave_out_overloads)
     app.connect("source-read", link_pages)
@@ -171,4 +189,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", mark_parameters)
     app.connect("autodoc-process-signature", hide_constructors)
     app.connect("doctree-read", check_addresses)
+    app.connect("build-finished", write_redirects)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
