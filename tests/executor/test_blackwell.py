@@ -54,7 +54,13 @@ def test_barriers_order_tensor_memory(dropped: str) -> None:
     [
         ("bar.sync 1;", "", "tensor memory"),
         ("tcgen05.wait::st.sync.aligned;", "", "read of tensor memory before tcgen05.wait::st"),
-        ("tcgen05.wait::ld.sync.aligned;", "", "use of a register before tcgen05.wait::ld"),
+        ("tcgen05.wait::ld.sync.aligned;", "", "tcgen05.dealloc before tcgen05.wait"),
+        (
+            "tcgen05.wait::ld.sync.aligned;",
+            "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r4}; tcgen05.wait::st.sync.aligned; "
+            "tcgen05.wait::ld.sync.aligned;",
+            "write of tensor memory before tcgen05.wait",
+        ),
         ("@!%p2 bra MEET;", "setp.lt.u32 %p3, %r1, 96; @!%p3 bra MEET;", "was never written"),
         ("[%r2], {%r4}", "[%r2+32], {%r4}", "out of bounds tensor memory"),
         ("and.b32 %r3, %r1, 96;", "mov.b32 %r3, 0;", "lanes of tensor memory of another warp"),
@@ -66,6 +72,15 @@ def test_planted_faults_of_tensor_memory(old: str, new: str, kind: str) -> None:
     assert old in HANDOVER
     faults = run(HANDOVER.replace(old, new))[1]
     assert any(kind in f for f in faults), faults
+
+
+def test_a_register_is_used_before_the_wait_for_its_load() -> None:
+    """Its dependence orders that; the wait has to precede what overwrites or frees the memory."""
+    wait, store = "tcgen05.wait::ld.sync.aligned;\n", "st.global.b32 [%d2+-512], %r5;\n"
+    assert wait in HANDOVER and store in HANDOVER
+    out, faults = run(HANDOVER.replace(wait, "").replace(store, store + wait))
+    assert not faults
+    assert out.tolist() == [3 * n + 5 for n in range(128)]
 
 
 @pytest.mark.parametrize("stored", ["", "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2+1], {%r4};"])

@@ -1,8 +1,11 @@
 """Static check for uses of registers that an asynchronous instruction still writes.
 
-It covers every path through the program: results of `tcgen05.ld` until `tcgen05.wait::ld`, accumulators of
-`wgmma.mma_async` until a `wgmma.wait_group` that covers them. A copy (`mov`) has the state of its source, as
-the compiler may rename registers before the wait.
+It covers every path through the program: accumulators of `wgmma.mma_async` until a `wgmma.wait_group` that
+covers them. A copy (`mov`) has the state of its source, as the compiler may rename registers before the wait.
+
+Results of `tcgen05.ld` may be used before `tcgen05.wait::ld`: the dependence of registers orders them (PTX
+ISA, "Register dependency, same thread"), and code of Triton 3.9 relies on that (triton#11464). The wait
+orders the read of tensor memory before what overwrites or frees it, which `TensorMemory` checks.
 
 Products also need a `wgmma.fence` after other writes of their registers. For accumulators it has to follow
 the last write. For operands A in registers, one after the previous group of products is enough: LLVM packs
@@ -18,16 +21,15 @@ from __future__ import annotations
 from tritoncp.executor.ptx.instruction import Instruction, Kernel, Vector
 from tritoncp.executor.ptx.opcodes import reads_and_writes, registers_of
 
-State = dict[str, int]  # register -> number of commits since its product, or LOADED or FRESH
-LOADED, FRESH = -1, 1 << 30  # result of tcgen05.ld; written by another instruction after the last wgmma.fence
+State = dict[str, int]  # register -> number of commits since its product, or FRESH
+FRESH = 1 << 30  # written by another instruction after the last wgmma.fence
 NEW_GROUP = "a commit without a wgmma.fence since"  # a key in place of a register, with the value FRESH
-ASYNCHRONOUS = ("wgmma.mma", "tcgen05.ld")
 
 
 def early_uses(kernel: Kernel) -> list[tuple[Instruction, str]]:
     """List (instruction, fault) for uses of registers that an asynchronous instruction still writes."""
     opcodes = (i.opcode for block in kernel.blocks for i in block.instructions)
-    if not any(o.startswith(ASYNCHRONOUS) for o in opcodes):
+    if not any(o.startswith("wgmma.mma") for o in opcodes):
         return []
     rules = Rules(kernel)
     follows = kernel.successors()
@@ -92,12 +94,10 @@ class Rules:
         """Update the state by an instruction; return its fault or None."""
         if i.opcode.startswith("wgmma.mma"):
             return self.issue(state, i)
-        if i.opcode.startswith("tcgen05.wait::ld"):
-            drop(state, [r for r, age in state.items() if age == LOADED])
-        elif i.opcode.startswith("wgmma.fence"):
+        if i.opcode.startswith("wgmma.fence"):
             drop(state, [r for r, age in state.items() if age == FRESH])
         elif i.opcode.startswith("wgmma.commit"):
-            state |= {r: age + 1 for r, age in state.items() if 0 <= age < FRESH}
+            state |= {r: age + 1 for r, age in state.items() if age < FRESH}
             state[NEW_GROUP] = FRESH
         elif i.opcode.startswith("wgmma.wait"):
             left = int(str(i.operands[0]), 0)
@@ -110,7 +110,7 @@ class Rules:
         """Update the state by a product, whose accumulators may be those of earlier products."""
         accumulators, fragments = self.parts(i)
         ages = {state[r] for r in accumulators if r in state}
-        busy = LOADED in ages or any(state.get(r, FRESH) < FRESH for r in fragments)
+        busy = any(state.get(r, FRESH) < FRESH for r in fragments)
         state |= dict.fromkeys(accumulators, 0)
         if busy:
             return "use of a register before its wait"
@@ -129,14 +129,12 @@ class Rules:
         is_copy = i.opcode.startswith("mov.") and bool(reads) and not i.predicate
         is_of_sum = len(reads) == len(writes) == 1 and self.sums.issuperset(reads + writes)
         copies_sum = is_copy and is_of_sum and state.keys().isdisjoint(reads)
-        if i.opcode.startswith("tcgen05.ld"):
-            state |= dict.fromkeys(writes, LOADED)
-        elif ages and is_copy:
+        if ages and is_copy:
             state |= dict.fromkeys(writes, min(ages))
             return None
-        elif not copies_sum:
+        if not copies_sum:
             state |= {r: FRESH for r in writes if r in self.operands}
         if not ages:
             return None
         drop(state, busy)
-        return f"use of a register before {'tcgen05.wait::ld' if LOADED in ages else 'wgmma.wait_group'}"
+        return "use of a register before wgmma.wait_group"

@@ -146,7 +146,7 @@ class TensorMemory:
     def load(
         self, access: Access, address: Array, shape: str, apart: int, n: int, halves: str | None
     ) -> list[Array]:
-        """Load n registers per thread. (`in_flight` finds their use before tcgen05.wait::ld.)
+        """Load n registers per thread.
 
         halves: ".pack::16b": a register gets the lower halves of two columns
         """
