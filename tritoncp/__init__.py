@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tritoncp.api.plans import make_plan as make_plan
     from tritoncp.api.reshard import reshard as reshard
     from tritoncp.api.reshard import unshard as unshard
+    from tritoncp.api.roll import roll as roll
     from tritoncp.api.shards import positions as positions
     from tritoncp.api.shards import shard as shard
     from tritoncp.api.simulate import simulate as simulate
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from tritoncp.masks.closed_forms import document as document
     from tritoncp.masks.closed_forms import prefix_lm as prefix_lm
     from tritoncp.masks.closed_forms import sliding_window as sliding_window
+    from tritoncp.masks.drafts import block_diffusion as block_diffusion
+    from tritoncp.masks.drafts import draft_blocks as draft_blocks
     from tritoncp.masks.from_torch import from_block_mask as from_block_mask
     from tritoncp.masks.mask import Mask as Mask
     from tritoncp.masks.mask import full_mask as full_mask
@@ -58,6 +61,8 @@ if TYPE_CHECKING:
     from tritoncp.masks.prefix_tree import tree as tree
     from tritoncp.masks.varlen import varlen_mask as varlen_mask
     from tritoncp.planning.balance import balancers as balancers
+    from tritoncp.planning.packer import pack_batches as pack_batches
+    from tritoncp.planning.packer import pack_stream as pack_stream
     from tritoncp.planning.plan import Plan as Plan
 
 
@@ -86,17 +91,20 @@ _WHERE = {
     "api.attention": ("flex_attention",),
     "api.plans": ("make_plan",),
     "api.reshard": ("reshard", "unshard"),
+    "api.roll": ("roll",),
     "api.shards": ("positions", "shard"),
     "planning.balance": ("balancers",),
     "api.masks": ("create_block_mask",),
     "masks.mask": ("Mask", "full_mask"),
     "masks.mask_mod": ("and_masks", "not_", "or_masks"),
     "masks.closed_forms": ("causal", "document", "prefix_lm", "sliding_window"),
+    "masks.drafts": ("block_diffusion", "draft_blocks"),
     "masks.from_torch": ("from_block_mask",),
     "masks.named": ("alibi", "softcap"),
     "api.trees": ("pack_trajectories", "tree_edges"),
     "api.varlen": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
+    "planning.packer": ("pack_batches", "pack_stream"),
     "planning.plan": ("Plan",),
     "api.plan_cache": ("plan_cache_clear", "plan_cache_info"),
     "masks.prefix_tree": ("tree",),

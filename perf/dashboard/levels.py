@@ -6,11 +6,12 @@ changepoint problems, 2006), on a grid of levels as in a hidden Markov model:
 - All runs of a block (a commit, with its versions and driver) have the same level, so steps are at borders.
 - At a border the level steps with probability STEP to any other, or moves by a cell of the grid with
   probability 2 DRIFT, as on a machine that slowly becomes warm.
-- A run is off its level by a normal noise, whose size is unknown; or, with probability OUTLIER, it was
-  disturbed and says nothing, except that it is seldom too fast.
+- A run is off its level by a normal noise; or it was disturbed and says nothing, except that it is seldom
+  too fast. The size of the noise and the part of disturbed runs are unknown: each of NOISES and OUTLIERS is
+  tried, and counts as much as the history, and the other cases of the device (`pool`), make it probable.
 
-The forward-backward algorithm gives the probability of a step at each border. Since a single run may be an
-outlier, one run of a new commit proves nothing however slow it is; three runs of it do.
+The forward-backward algorithm gives the probability of a step at each border. Since a single run may be
+disturbed, one run of a new commit proves little however slow it is; three runs of it do.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ ENOUGH = 20  # points, from which on only those near an estimate are tried
 STEP = 1 / 100  # probability of a step at a border
 SIZE = 2.0  # density of the size of a step, in logarithms
 DRIFT = 0.05  # probability that the level moves by a cell at a border, on each side
-OUTLIER = 0.03  # probability that a run is disturbed; the density of its logarithm is then 1
-TOO_FAST = 0.05  # the part of that density below the level
-SURE = 0.9999  # probability at which a set of borders gets no more
+OUTLIERS = np.array([0.003, 0.01, 0.04])  # probabilities that are tried that a run is disturbed
+TRIED = [(noise, outlier) for noise in NOISES for outlier in OUTLIERS]
+UNIFORM = np.full(len(TRIED), 1 / len(TRIED))
+TOO_FAST = 0.05  # density of the logarithm of a disturbed run below its level; above, it is 1
+POOLED = 0.9  # the part of a prior that comes from other cases; any case may be another one
+SURE = 0.999  # probability at which a set of borders gets no more
 CERTAIN = 0.999  # least probability of a step that is certain; its place may be one of several
 LIKELY = 0.99  # least probability of a step that is reported
 WIDEST = 6  # borders at most, at which a step that is reported can be
 DOUBT = 0.05  # least probability of a step for which the newest commit should be measured again
-NEGLIGIBLE = 5e-5  # a border of less probability is not added to a set
+NEGLIGIBLE = 2e-4  # a border of less probability is not added to a set
 
 Array = NDArray[np.floating[Any]]
 
@@ -63,6 +67,31 @@ class LevelStep(NamedTuple):
         return self.likely and self.probability >= CERTAIN
 
 
+class Fit(NamedTuple):
+    """What the times of a case say under each noise and part of disturbed runs.
+
+    tried: indices in TRIED, of length n; evidence: logarithms of the probabilities of the times, (n,); up,
+    down: probabilities of a step before each block, (blocks, n)
+    """
+
+    tried: NDArray[np.int_]
+    evidence: Array
+    up: Array
+    down: Array
+
+    def weights(self, prior: Array = UNIFORM) -> Array:
+        """Return the probability of each of TRIED, by these times and a prior."""
+        weights = np.zeros(len(TRIED))
+        weights[self.tried] = prior[self.tried] * np.exp(self.evidence - self.evidence.max())
+        return weights / weights.sum()
+
+    def steps(self, prior: Array = UNIFORM) -> list[LevelStep]:
+        """Return the steps in order of time, also those in DOUBT."""
+        weights = self.weights(prior)[self.tried]
+        up, down = self.up @ weights, self.down @ weights
+        return sorted([*_collect(up, True), *_collect(down, False)], key=lambda step: step.best)
+
+
 def find_steps(values: Sequence[float], blocks: Sequence[int]) -> list[LevelStep]:
     """Find the steps of positive numbers in order of time, also those in DOUBT. blocks: the number of each
     one's block, from 0 on
@@ -72,43 +101,47 @@ def find_steps(values: Sequence[float], blocks: Sequence[int]) -> list[LevelStep
     >>> step.best, step.up, step.certain
     (2, True, True)
     """
+    found = fit(values, blocks)
+    return found.steps() if found else []
+
+
+def pool(fits: Sequence[Fit | None]) -> list[Array]:
+    """Return a prior for each case of a device, from what the other cases say about noise and disturbed runs.
+
+    >>> times, blocks = [1.0, 1.001, 0.999] * 8, [i // 3 for i in range(24)]
+    >>> unknown, calm = fit([1.0, 1.02], [0, 1]), fit(times, blocks)
+    >>> priors = pool([unknown, calm, None])
+    >>> bool(priors[0][:3].sum() > 0.8), np.allclose(priors[1], UNIFORM, atol=0.2)
+    (True, True)
+    """
+    all_weights = [None if found is None else found.weights() for found in fits]
+    total = sum((weights for weights in all_weights if weights is not None), np.zeros(len(TRIED)))
+    priors = []
+    for weights in all_weights:
+        others = total if weights is None else total - weights
+        count = others.sum()
+        priors.append(UNIFORM if count < 0.5 else (1 - POOLED) * UNIFORM + POOLED * others / count)
+    return priors
+
+
+def fit(values: Sequence[float], blocks: Sequence[int]) -> Fit | None:
+    """Compute what positive numbers say, in order of time; None if all are of one block."""
     if not values or blocks[-1] == 0:
-        return []
-    up, down = _step_probabilities(np.log(np.asarray(values, dtype=np.float64)), np.asarray(blocks))
-    return sorted([*_collect(up, True), *_collect(down, False)], key=lambda step: step.best)
-
-
-def _step_probabilities(logs: Array, blocks: NDArray[np.int_]) -> tuple[Array, Array]:
-    """Return the probabilities of a step up and of a step down before each block; 0 before the first."""
+        return None
+    logs, numbers = np.log(np.asarray(values, dtype=np.float64)), np.asarray(blocks)
     cell = max(CELL, float(np.ptp(logs)) / MAX_CELLS)
     levels = np.arange(logs.min() - 2 * cell, logs.max() + 3 * cell, cell)
-    noises = _noises(logs)[:, None]
-    count, jump = int(blocks[-1]) + 1, STEP * SIZE * cell
+    tried = _choose_tried(logs)
+    noises, outliers = np.array(TRIED)[tried].T[..., None]
     away = logs[:, None, None] - levels
     normal = np.exp(-0.5 * (away / noises) ** 2) / (noises * np.sqrt(2 * np.pi))
-    disturbed = np.where(away > 0, OUTLIER, OUTLIER * TOO_FAST)
-    starts = np.searchsorted(blocks, np.arange(count))
-    likelihoods = np.add.reduceat(np.log((1 - OUTLIER) * normal + disturbed), starts)
-    # Scaled by their maximum; the sum of the logarithms of all scales is that of the evidence of a noise.
+    disturbed = outliers * np.where(away > 0, 1.0, TOO_FAST)
+    starts = np.searchsorted(numbers, np.arange(blocks[-1] + 1))
+    likelihoods = np.add.reduceat(np.log((1 - outliers) * normal + disturbed), starts)
+    # Scaled by their maximum; the sum of the logarithms of all scales is that of the evidence.
     tops = likelihoods.max(axis=2, keepdims=True)
-    likelihoods = np.exp(likelihoods - tops)
-    evidence = tops.sum(axis=(0, 2))
-    forward, backward = np.empty_like(likelihoods), np.empty_like(likelihoods)
-    for i in range(count):
-        if i:
-            moved = (1 - STEP) * _drift(forward[i - 1]) + jump  # a row of forward adds up to 1
-            forward[i] = moved * likelihoods[i]
-        else:
-            forward[i] = likelihoods[i]
-        total = forward[i].sum(axis=1, keepdims=True)
-        forward[i] /= total
-        evidence += np.log(total[:, 0])
-    backward[-1] = likelihoods[-1]  # with the likelihood of the block itself
-    for i in range(count - 2, -1, -1):
-        later = backward[i + 1] / backward[i + 1].sum(axis=1, keepdims=True)
-        backward[i] = ((1 - STEP) * _drift(later) + jump) * likelihoods[i]
-    weights = np.exp(evidence - evidence.max())
-    weights /= weights.sum()
+    jump = STEP * SIZE * cell
+    forward, backward, evidence = _pass_messages(np.exp(likelihoods - tops), jump)
     # Below each level, by LEAST or more.
     apart = max(1, round(LEAST / cell))
     below = np.zeros_like(forward[:-1])
@@ -116,23 +149,41 @@ def _step_probabilities(logs: Array, blocks: NDArray[np.int_]) -> tuple[Array, A
     above = np.zeros_like(below)
     above[..., :-apart] = np.cumsum(forward[:-1, :, ::-1], axis=2)[..., ::-1][..., apart:]
     after = backward[1:]
-    everything = ((1 - STEP) * _drift(forward[:-1]) + jump) * after
-    total = everything.sum(axis=2)
-    probabilities = (
-        np.concatenate([[0.0], (jump * (part * after).sum(axis=2) / total) @ weights])
-        for part in (below, above)
-    )
-    up, down = probabilities
-    return up, down
+    total = (((1 - STEP) * _drift(forward[:-1]) + jump) * after).sum(axis=2)
+    first = np.zeros((1, len(tried)))
+    up, down = (np.concatenate([first, jump * (part * after).sum(axis=2) / total]) for part in (below, above))
+    return Fit(tried, evidence + tops.sum(axis=(0, 2)), up, down)
 
 
-def _noises(logs: Array) -> Array:
-    """Return the noises that are tried."""
+def _pass_messages(likelihoods: Array, jump: float) -> tuple[Array, Array, Array]:
+    """Return the forward and backward messages of each block, and the logarithm of the evidence.
+
+    likelihoods: (blocks, tried, levels); backward messages contain the likelihood of the block itself
+    """
+    forward, backward = np.empty_like(likelihoods), np.empty_like(likelihoods)
+    evidence = np.zeros(likelihoods.shape[1])
+    for i, likelihood in enumerate(likelihoods):
+        # A row of forward adds up to 1.
+        moved = (1 - STEP) * _drift(forward[i - 1]) + jump if i else 1.0
+        forward[i] = moved * likelihood
+        total = forward[i].sum(axis=1, keepdims=True)
+        forward[i] /= total
+        evidence += np.log(total[:, 0])
+    backward[-1] = likelihoods[-1]
+    for i in range(len(likelihoods) - 2, -1, -1):
+        later = backward[i + 1] / backward[i + 1].sum(axis=1, keepdims=True)
+        backward[i] = ((1 - STEP) * _drift(later) + jump) * likelihoods[i]
+    return forward, backward, evidence
+
+
+def _choose_tried(logs: Array) -> NDArray[np.int_]:
+    """Return the indices of TRIED: of many numbers, of noises near an estimate."""
+    noises = np.array(TRIED)[:, 0]
     if len(logs) < ENOUGH:
-        return NOISES
+        return np.arange(len(TRIED))
     estimate = 1.4826 * float(np.median(np.abs(np.diff(logs)))) / np.sqrt(2.0)
     nearest = int(np.argmin(np.abs(np.log(NOISES / max(estimate, NOISES[0])))))
-    return NOISES[max(0, nearest - 1) : nearest + 2]
+    return np.flatnonzero(np.isin(noises, NOISES[max(0, nearest - 1) : nearest + 2]))
 
 
 def _drift(levels: Array) -> Array:

@@ -1,7 +1,7 @@
 """Trends of cases over runs: changes of level with the commits that made them, their possible causes, and the
 present level against the one before it.
 
-The changes are those of `levels.find_steps`; a change is open until the level returns, or until somebody
+The changes are those of `levels.Fit.steps`; a change is open until the level returns, or until somebody
 accepts it in the file ACCEPTED beside the history.
 """
 
@@ -15,9 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from tritoncp.perf.dashboard.levels import LEAST, LevelStep, find_steps
+from tritoncp.perf.dashboard import levels
+from tritoncp.perf.dashboard.levels import LEAST, Array, Fit, LevelStep
 from tritoncp.perf.exit_codes import InputError
-from tritoncp.perf.records.history import ATTRIBUTES, Point
+from tritoncp.perf.records.history import ATTRIBUTES, Point, Series
 
 ACCEPTED = "accepted.txt"  # lines of a case, a commit and a reason
 NEAR = 3  # points before and after a change that are searched for causes; commits for which "faster" is news
@@ -128,12 +129,44 @@ def read_acceptances(places: Iterable[Path]) -> list[Acceptance]:
     return acceptances
 
 
+class _Case(NamedTuple):
+    """A case on one series. timed: indices of the points that have a time; times: to be compared, None if
+    they cannot be; blocks: the number of each one's block"""
+
+    points: Sequence[Point]
+    timed: list[int]
+    times: list[float] | None
+    blocks: list[int]
+    fit: Fit | None
+
+
 def find_trend(points: Sequence[Point], acceptances: Sequence[Acceptance] = ()) -> Trend:
     """Find the changes of a case, whose points are in order of time, and compare its present level."""
+    return find_trends([points], acceptances)[0]
+
+
+def find_trends(lines: Sequence[Sequence[Point]], acceptances: Sequence[Acceptance] = ()) -> list[Trend]:
+    """Find the trends of cases, each as `find_trend`; the cases of a series tell each other its noise."""
+    cases = [_prepare(points) for points in lines]
+    by_series: dict[Series, list[int]] = {}
+    for i, points in enumerate(lines):
+        by_series.setdefault(points[-1].series, []).append(i)
+    priors: dict[int, Array] = {}
+    for indices in by_series.values():
+        priors |= zip(indices, levels.pool([cases[i].fit for i in indices]))
+    return [_find_trend(case, priors[i], acceptances) for i, case in enumerate(cases)]
+
+
+def _prepare(points: Sequence[Point]) -> _Case:
     timed = [i for i, point in enumerate(points) if point.ms]
     times = comparable_times([points[i] for i in timed])
     blocks = number_blocks([points[i] for i in timed])
-    steps = find_steps(times or [], blocks)
+    return _Case(points, timed, times, blocks, levels.fit(times or [], blocks))
+
+
+def _find_trend(case: _Case, prior: Array, acceptances: Sequence[Acceptance]) -> Trend:
+    points, timed, times, blocks, fit = case
+    steps = fit.steps(prior) if fit else []
     likely = [step for step in steps if step.likely]
     changes = _make_changes(times, blocks, likely) if times and likely else []
     if points[-1].ms and times is None:

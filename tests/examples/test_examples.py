@@ -20,7 +20,7 @@ from tritoncp.planning import traffic
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = ("transformers", "torchtitan")  # first words of examples that tests/integrations runs
 EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if not p.stem.startswith(INTEGRATIONS)]
-RANKS = {"fsdp2_cp_tp": 8, "hybrid_layers": 3}  # 2 for other examples
+RANKS = {"fsdp2_cp_tp": 8, "hybrid_layers": 3, "pack_and_train": 4}  # 2 for other examples
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +79,8 @@ def test_layers_of_a_hybrid_model_see_their_own_mask() -> None:
 
 
 def read_checkpoint_table() -> dict[str, list[int]]:
-    """Read the table of docs/checkpointing.md: figures by the name of a way."""
-    _, _, table = (ROOT / "docs/checkpointing.md").read_text().partition("| checkpoint of each layer |")
+    """Read the table of docs/torch_compile.md: figures by the name of a way."""
+    _, _, table = (ROOT / "docs/torch_compile.md").read_text().partition("| checkpoint of each layer |")
     rows = [line.strip("|").split("|") for line in table.split("\n\n")[0].splitlines()[2:]]
     return {name.strip(): list(map(int, figures)) for name, *figures in rows}
 
@@ -137,6 +137,20 @@ def test_training_resumes_on_more_ranks_with_the_losses_of_one_run(tmp_path: Pat
     after = ranks.run(8, train, tmp_path / "resumed.pt", 2)[7]
     torch.testing.assert_close(before + after, through, rtol=1e-5, atol=1e-5)
     assert len(set(through)) == 4
+
+
+def test_replicas_on_packed_sequences_resume_with_the_losses_of_one_process(tmp_path: Path) -> None:
+    """One process trains on the micro-batches of both replicas."""
+    example = import_module("pack_and_train")
+    through = example.train(None, tmp_path / "through.pt", 4)
+    assert len(set(through)) == 4
+    for steps in (range(0, 2), range(2, 4)):
+        for losses in ranks.run(4, example.train, tmp_path / "resumed.pt", 2):
+            torch.testing.assert_close(losses, through[steps.start : steps.stop], rtol=1e-5, atol=1e-5)
+    epoch = example.Epoch(range(2), 2, 0)
+    assert sorted(i for batch in epoch.batches for i in batch.sequences) == list(range(len(example.LENGTHS)))
+    works = [batch.pairs + 6 * example.WIDTH * batch.tokens for batch in epoch.batches]
+    assert all(max(step) <= 1.06 * sum(step) / 2 for step in zip(works[::2], works[1::2]))
 
 
 def test_a_padded_batch_has_the_loss_and_gradients_of_its_texts() -> None:

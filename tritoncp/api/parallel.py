@@ -18,8 +18,11 @@ from tritoncp.api.plans import MaskLike
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.graph.key_exchange import send_keys_op
 from tritoncp.ops.reshard import reshard_op
+from tritoncp.ops.roll import roll_op
 
-SAVE_OPS = (forward_op, dynamo.plan_op, dynamo.part_op, dynamo.batch_rows_op, send_keys_op, reshard_op)
+SAVE_OPS = (
+    forward_op, dynamo.plan_op, dynamo.part_op, dynamo.batch_rows_op, send_keys_op, reshard_op, roll_op,
+)  # fmt: skip
 
 
 def checkpoint_policy(
@@ -28,8 +31,8 @@ def checkpoint_policy(
     """Return a policy for selective activation checkpointing that never communicates in recomputation.
 
     It saves attention's out and lse, whose recomputation would send K and V again, and the results of
-    ``reshard``. ``otherwise`` decides about all other ops: a policy, a list of ops to save, or None, which
-    recomputes them.
+    ``reshard`` and ``roll``. ``otherwise`` decides about all other ops: a policy, a list of ops to save, or
+    None, which recomputes them.
 
     >>> from functools import partial
     >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts

@@ -91,7 +91,7 @@ def _move(
     check_side(side)
     for x in xs:
         shards.check_dim(x, dim)
-        _check_batch_dim(x, batch_dim)
+        shards.check_batch_dim(x, batch_dim)
         shards.check_pad(x, pad)
     dim, batch_dim = dim % xs[0].ndim, None if batch_dim is None else batch_dim % xs[0].ndim
     if source is None and target is None:
@@ -105,14 +105,6 @@ def _move(
     handles = [None if plan is None else plan.pinned().handle for plan in (source, target)]
     call = Reshard(handles[0], handles[1], side, dim, batch_dim, after[first_rank], pad, world)
     return move_rows(call, xs)
-
-
-def _check_batch_dim(x: Tensor, batch_dim: int | None) -> None:
-    if batch_dim is not None and not -x.ndim <= batch_dim < x.ndim:
-        raise ValueError(
-            f"batch_dim={batch_dim}: the tensor {tuple(x.shape)} has no such dimension; pass that of its "
-            "batch, or None"
-        )
 
 
 def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
@@ -159,7 +151,7 @@ def unshard(
     if isinstance(plan_or_mask, Plan):
         validate.check_place(plan_or_mask, place[1], None)
     shards.check_dim(x, dim)
-    _check_batch_dim(x, batch_dim)
+    shards.check_batch_dim(x, batch_dim)
     _check_grad(x, grad)
     check_side(side)
     length = None if shards.has_lengths(plan_or_mask) else _length_in_order(x, dim, place)

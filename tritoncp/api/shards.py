@@ -119,18 +119,23 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
     at = plan.positions
     if documents is None:
         return at
-    within = _positions_within(documents, plan.q.length)  # [B or 1, N]
+    within = positions_within(documents, plan.q.length)  # [B or 1, N]
     batch = max(len(within), len(at))
     if min(len(within), len(at)) not in (1, batch):
-        raise ValueError(
-            f"documents has {len(within)} batch rows, and the plan places {len(at)}; pass the documents of "
-            "the batch that the plan was made for"
-        )
+        raise batch_error(len(within), len(at))
     local = within.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
     return local.masked_fill(at < 0, -1)
 
 
-def _positions_within(documents: Any, length: int) -> Tensor:
+def batch_error(rows: int, placed: int) -> ValueError:
+    """Return the error of documents of so many batch rows, where the plan places ``placed`` rows."""
+    return ValueError(
+        f"documents has {rows} batch rows, and the plan places {placed}; pass the documents of the batch "
+        "that the plan was made for"
+    )
+
+
+def positions_within(documents: Any, length: int) -> Tensor:
     """Return each token's position in its document, or its depth in a tree: int64 [B or 1, length]."""
     refuse_dtensor(documents, "documents", "pass documents.full_tensor()")
     mask = document(ids=documents) if isinstance(documents, Tensor) else documents
@@ -164,6 +169,14 @@ def check_dim(x: Tensor, dim: int) -> None:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"dim={dim}: the tensor {tuple(x.shape)} has no such dimension; pass that of its sequence"
+        )
+
+
+def check_batch_dim(x: Tensor, batch_dim: int | None) -> None:
+    if batch_dim is not None and not -x.ndim <= batch_dim < x.ndim:
+        raise ValueError(
+            f"batch_dim={batch_dim}: the tensor {tuple(x.shape)} has no such dimension; pass that of its "
+            "batch, or None"
         )
 
 

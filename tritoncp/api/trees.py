@@ -18,6 +18,7 @@ from tritoncp.masks.block_runs import content
 from tritoncp.masks.classification.interval_arithmetic import is_integer
 from tritoncp.masks.prefix_tree import Tree, as_host_tensor
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.shifts import token_ancestors
 
 NUMBERS = "a list of numbers or a tensor [tokens]"  # what a trajectory is, and its weights
 
@@ -102,7 +103,7 @@ def _check_batch(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor) -> int
 def _local_edges(plan: Plan, tree: Tree, batch: int) -> tuple[Tensor, Tensor]:
     """Return rows and targets of this rank's edges, sorted by row and padded: int64 [E] each."""
     depth = tree.depth.detach().cpu().long().view(-1, plan.q.length)
-    source = torch.stack([_sources(row) for row in depth]).expand(batch, -1)
+    source = torch.stack([token_ancestors(row, 1) for row in depth]).expand(batch, -1)
     place = plan.q.inverse.expand(batch, -1).gather(1, source.clamp(min=0))  # row of the gathered buffer
     owner = torch.where(source >= 0, place // plan.q.s_max, -1)
     counts = torch.bincount(owner[owner >= 0], minlength=1)
@@ -113,26 +114,6 @@ def _local_edges(plan: Plan, tree: Tree, batch: int) -> tuple[Tensor, Tensor]:
     padding = (0, int(counts.max()) - len(rows) if has_rows else 0)
     targets = (b * plan.q.length + target)[order]
     return torch.nn.functional.pad(rows, padding), torch.nn.functional.pad(targets, padding, value=-1)
-
-
-def _sources(depth: Tensor) -> Tensor:
-    """Return the index of the token before each token on its path, -1 for the first of a root: int64 [N].
-
-    depth: [N], tokens in depth-first order, so that this is the last token before it of depth - 1
-
-    >>> _sources(torch.tensor([0, 1, 2, 2, 3, 0])).tolist()
-    [-1, 0, 1, 1, 3, -1]
-    """
-    n = len(depth)
-    source = torch.arange(n) - 1
-    source[depth == 0] = -1
-    jump = (depth[1:] != depth[:-1] + 1) & (depth[1:] > 0)  # first tokens of second and later children
-    (target,) = torch.nn.functional.pad(jump, (1, 0)).nonzero(as_tuple=True)
-    if len(target):
-        by_depth = (depth * n + torch.arange(n)).sort().values
-        before = torch.searchsorted(by_depth, (depth[target] - 1) * n + target) - 1
-        source[target] = by_depth[before] % n
-    return source
 
 
 class PackedTree(NamedTuple):

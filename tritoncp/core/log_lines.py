@@ -6,7 +6,7 @@
     tritoncp.tiles     tile shapes: their files, and those of each kernel
     tritoncp.ranks     calls that failed and closed their group
     tritoncp.chunking  regions of a training graph that were cut
-    tritoncp.messages  bytes that reshard and unshard send
+    tritoncp.messages  bytes that reshard, roll and unshard send
 
 A decision is logged at INFO when it is new in this process, later at DEBUG. A message begins with the rank of
 the process if there are several.

@@ -179,8 +179,21 @@ def _check_segments(parent: Tensor, lengths: Tensor) -> None:
 
 def _layout(parent: list[int], lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return leave and depth of each token of one buffer, int32 [N] each. lengths: int64 [n]."""
-    n, length = len(parent), lengths.tolist()
-    first_depth, end = [0] * n, [n] * n  # end: segment after the last descendant
+    first_depth, end = segment_layout(parent, lengths.tolist())
+    first = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    leave = first[torch.tensor(end)].repeat_interleave(lengths)
+    return leave, ramps(torch.tensor(first_depth), lengths).int()
+
+
+def segment_layout(parent: Sequence[int], length: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the number of tokens before each segment on its path, and the segment after its last descendant.
+    Raises ValueError for segments that are not in depth-first order.
+
+    >>> segment_layout([-1, 0, 1, 0, -1], [3, 2, 5, 4, 1])
+    ([0, 3, 5, 3, 0], [4, 3, 3, 4, 5])
+    """
+    n = len(parent)
+    first_depth, end = [0] * n, [n] * n
     path: list[int] = []
     for i, above in enumerate(parent):
         while path and path[-1] != above:
@@ -190,12 +203,10 @@ def _layout(parent: list[int], lengths: Tensor) -> tuple[Tensor, Tensor]:
         elif above != -1:
             raise _order_error(parent)
         path.append(i)
-    first = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    leave = first[torch.tensor(end)].repeat_interleave(lengths)
-    return leave, ramps(torch.tensor(first_depth), lengths).int()
+    return first_depth, end
 
 
-def _order_error(parent: list[int]) -> ValueError:
+def _order_error(parent: Sequence[int]) -> ValueError:
     """Return the error of segments that are not in depth-first order, with the permutation that sorts
     them."""
     n = len(parent)

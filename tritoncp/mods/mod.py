@@ -142,7 +142,8 @@ class Mod:
                 "back is missing, and captures require grad: pass back=, a copy of grad that adds nothing to "
                 "dcaps"
             )
-        return cls(digest, source, fn, grad, tensors, numbers, learned, None, back or grad, 2 * bool(tensors))
+        fn, grad, back = map(_runnable, (fn, grad, back or grad))
+        return cls(digest, source, fn, grad, tensors, numbers, learned, None, back, 2 * bool(tensors))
 
 
 _STRUCTURES: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
@@ -186,6 +187,15 @@ def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]
     plain = tensor.detach() if tensor.requires_grad else tensor
     plain = plain.view(torch.uint8) if plain.dtype is torch.bool else plain
     return plain, tuple(tensor.shape), tensor.stride()
+
+
+def _runnable(fn: JITFunction | None) -> JITFunction | None:
+    """Return a hand-written function with libdevice, which Triton's interpreter lacks."""
+    if type(fn).__name__ != "InterpretedFunction":
+        return fn
+    from tritoncp.mods.translate.interpreted_libdevice import with_libdevice  # late: it imports Triton
+
+    return with_libdevice(fn)
 
 
 _ARGUMENTS = {5: "b, h, q_idx, kv_idx, caps", 6: "score, b, h, q_idx, kv_idx, caps"}

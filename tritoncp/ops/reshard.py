@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -101,6 +101,18 @@ class Reshard(NamedTuple):
         }
 
 
+class RowCall(Protocol):
+    """What the arguments of an op that moves rows have in common."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def batch_dim(self) -> int | None: ...
+    @property
+    def name(self) -> str: ...
+    def facts(self, x: Tensor, world_size: int) -> consistency.Facts: ...
+
+
 _MOVES = TensorCache(64)
 
 
@@ -128,7 +140,7 @@ def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Requests[T
     x, pad = as_movable(x), as_word(call.pad, dtype)
     shape = [*x.shape[: call.dim], rows, *x.shape[call.dim + 1 :]]
     out = x.new_empty(shape) if moves.is_full else x.new_full(shape, pad)
-    before, after = (_rows_first(t, call, max(source.batch, target.batch)) for t in (x, out))
+    before, after = (rows_first(t, call, max(source.batch, target.batch)) for t in (x, out))
     flight = None
     if not moves.is_local:
         message = before[moves.sent.unbind()].contiguous()
@@ -136,10 +148,10 @@ def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Requests[T
             messages_log, "reshard, rank %d: sends %d of %d rows, %d bytes",
             rank, len(message), before.shape[: len(moves.sent)].numel(), message.nbytes,
         )  # fmt: skip
-        flight = yield collectives.AllToAll(_as_bytes(message), moves.counts, moves.sources)
+        flight = yield collectives.AllToAll(as_bytes(message), moves.counts, moves.sources)
     after[moves.kept_at.unbind()] = before[moves.kept.unbind()]
     if flight is not None:
-        after[moves.arrivals.unbind()] = _from_bytes((yield flight), message)
+        after[moves.arrivals.unbind()] = from_bytes((yield flight), message)
     return out if out.dtype == dtype else out.view(dtype)
 
 
@@ -151,7 +163,7 @@ def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> colle
     if call.whole == "target":
         own = lengthen(as_movable(x), dim, place.s_max).movedim(dim, 0).contiguous()
         log_decision(messages_log, "unshard: %d bytes go to each of %d other ranks", x.nbytes, world_size - 1)
-        rows = _from_bytes((yield (yield collectives.AllGather(_as_bytes(own)))), own)
+        rows = from_bytes((yield (yield collectives.AllGather(as_bytes(own)))), own)
         whole = take(rows.movedim(0, dim), place.inverse, dim, batch_dim, 0)
         return whole if whole.dtype == x.dtype else whole.view(x.dtype)
     if call.grad == "slice":
@@ -161,17 +173,17 @@ def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> colle
     return part.movedim(0, dim).narrow(dim, 0, call.rows).contiguous()
 
 
-def _as_bytes(rows: Tensor) -> Tensor:
+def as_bytes(rows: Tensor) -> Tensor:
     """View rows [n, ...] as bytes [n, bytes of a row], which every backend sends."""
     return rows.view(len(rows), rows.shape[1:].numel()).view(torch.uint8)
 
 
-def _from_bytes(sent: Tensor, rows: Tensor) -> Tensor:
-    """Invert :func:`_as_bytes`, for rows like these."""
+def from_bytes(sent: Tensor, rows: Tensor) -> Tensor:
+    """Invert :func:`as_bytes`, for rows like these."""
     return sent.view(rows.dtype).view(len(sent), *rows.shape[1:])
 
 
-def _check_batch(x: Tensor, call: Reshard, batch: int) -> None:
+def _check_batch(x: Tensor, call: RowCall, batch: int) -> None:
     if batch > 1 and (call.batch_dim is None or x.shape[call.batch_dim] != batch):
         raise ValueError(
             f"batch_dim={call.batch_dim}: the plans place {batch} batch rows differently; pass the dimension "
@@ -179,7 +191,7 @@ def _check_batch(x: Tensor, call: Reshard, batch: int) -> None:
         )
 
 
-def _rows_first(x: Tensor, call: Reshard, batch: int) -> Tensor:
+def rows_first(x: Tensor, call: RowCall, batch: int) -> Tensor:
     """View a tensor as [rows, ...], or as [batch, rows, ...] where batch rows are placed differently."""
     if batch == 1:
         return x.movedim(call.dim, 0)
@@ -187,9 +199,9 @@ def _rows_first(x: Tensor, call: Reshard, batch: int) -> Tensor:
     return x.movedim((call.batch_dim, call.dim), (0, 1))  # type: ignore[arg-type]  # it is a number here
 
 
-def compare_reshard(call: Reshard, group: Any, x: Tensor) -> None:
-    """Compare a reshard call across ranks, if its placements or its tensor's shape and dtype are new to the
-    group, or if TRITONCP_CHECK=1.
+def compare_reshard(call: RowCall, group: Any, x: Tensor) -> None:
+    """Compare a call that moves rows across ranks, if its placements or its tensor's shape and dtype are new
+    to the group, or if TRITONCP_CHECK=1.
 
     Raises Disagreement on every rank where the ranks differ. Under CUDA-graph capture nothing is compared.
     """

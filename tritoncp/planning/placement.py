@@ -125,11 +125,16 @@ class Placement:
         first.scatter_reduce_(1, position // self.block, code, "amin")
         return torch.where(first == unowned, -1, first % self.world_size)
 
+    @cached_property
+    @on_host
+    def _joined(self) -> Tensor:
+        return torch.cat(self.slots, 1)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle all slots as one tensor, since torch passes each tensor to another process through a file of
-        its own."""
+        its own; one that this keeps, since a process that is spawned opens the file after the pickling."""
         counts = [part.shape[1] for part in self.slots]
-        parts = self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths
+        parts = self.length, self.block, self._joined, counts, self.lengths
         return _unpickle, parts, {"order_is_read": True}  # the process that made it may have read the order
 
     def batch_rows(self, first: int, count: int) -> "Placement":
@@ -185,6 +190,25 @@ def natural(lengths: Sequence[int], block: int) -> Placement:
     ends = list(itertools.accumulate(lengths))
     slots = tuple(torch.tensor([[[0, end - rows, rows]]]) for end, rows in zip(ends, lengths))
     return recut(Placement(ends[-1], block, slots, tuple(lengths)), block)
+
+
+def joined(one: Placement, other: Placement, block: int) -> Placement:
+    """Place two sequences, the second behind the first, each rank's part of one behind that of the other.
+    block: of the whole sequence
+
+    >>> joined(natural([1, 2], 3), natural([2, 0], 2), 4).positions(0).tolist()
+    [[0, 3, 4]]
+    """
+    held = [int(slots[..., 2].sum(1).max()) for slots in one.slots]  # all batch rows hold as many
+    rows = torch.tensor(held)
+    slots = []
+    for rank, pair in enumerate(zip(one.slots, other.slots)):
+        batch = max(map(len, pair))
+        first, second = (part.expand(batch, -1, -1) for part in pair)
+        slots.append(torch.cat([first, second + torch.tensor([held[rank], one.length, 0]).int()], 1))
+    most = max(int(rows[rank]) + other.lengths[rank] for rank in range(one.world_size))
+    whole = Placement(one.length + other.length, block, tuple(slots), (most,) * one.world_size)
+    return recut(whole, block)
 
 
 def pieces(total: int, world_size: int) -> list[int]:

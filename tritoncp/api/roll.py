@@ -1,0 +1,162 @@
+"""`roll`, which shifts the rows of shards within documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.api import shards, validate
+from tritoncp.api.group_call import group_call, place_in_group
+from tritoncp.api.simulate import World
+from tritoncp.core.bounded_cache import TensorCache
+from tritoncp.core.dynamo_boundary import graph_entry, host_only
+from tritoncp.core.handles import handle_of, object_of
+from tritoncp.core.host_copy import on_host
+from tritoncp.distributed.groups import Mesh
+from tritoncp.masks.closed_forms import as_int
+from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.prefix_tree import Tree
+from tritoncp.mods.snapshot import captured_state
+from tritoncp.ops import dispatch
+from tritoncp.ops.graph.inputs import flatten_callable, rebuild
+from tritoncp.ops.roll import Roll, roll_rows
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.shifts import Shift, shifted_documents, shifted_tree
+
+
+@graph_entry
+@group_call
+def roll(
+    x: Any,
+    plan: Plan,
+    shift: int,
+    mesh: Mesh | World = None,
+    *,
+    dim: int,
+    documents: Tensor | MaskMod | None = None,
+    batch_dim: int | None = 0,
+    pad: float | int | bool = 0,
+) -> Any:
+    """Shift the rows of a sharded tensor within documents: the result of :func:`shard` for the global tensor
+    shifted by ``shift``.
+
+    The row of position p gets that of position p - shift, as in ``torch.roll``, if both are in one document;
+    else ``pad``. Labels of next tokens are ``roll(tokens, plan, -1, mesh, dim=1, pad=-100)``; for tokens k
+    further on, as in multi-token prediction, the shift is -1 - k.
+
+    x: this rank's shard by ``plan``, any tensor with the shard's rows along ``dim``; in a simulated world,
+    the list of all ranks' shards, with a list as result. documents: document index of each global token, or
+    the ``document(...)`` mask, as in :func:`positions`; None: one document. With a ``tree(...)`` mask rows
+    shift along paths: a token gets the row of the token ``shift`` before it. A negative shift needs a tree
+    without branches at that distance. batch_dim: the batch dimension, needed where the plan places batch rows
+    differently, or their documents differ. ``pad`` also fills the padding rows.
+
+    All ranks of the group call this. One all-to-all sends exactly the rows that cross ranks, none if all are
+    local; their indices are computed once for a plan, documents and shift. The ranks compare these, shapes
+    and dtypes as in :func:`reshard`. Differentiable: gradients are sent back to the rows that they belong to.
+    In a compiled graph it is one op. Raises ValueError for a shard, plan and documents that do not fit
+    together.
+
+    >>> from tritoncp import causal, create_block_mask, roll, simulate
+    >>> world = simulate(2)
+    >>> plan = world.make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2))
+    >>> tokens = world.shard(torch.arange(8), plan, dim=0)
+    >>> tokens, roll(tokens, plan, -1, world, dim=0, pad=-100)
+    ([tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])], [tensor([   1,    2,    7, -100]), tensor([3, 4, 5, 6])])
+    """
+    if isinstance(mesh, World):
+        return _roll_in_world(x, plan, shift, mesh, dim, documents, batch_dim, pad)
+    place = place_in_group(mesh)
+    validate.check_mesh(mesh, plan)
+    _check_plan(plan, place[1], place[2] if place[0] else None)
+    return _roll([x], place, plan, shift, dim, documents, batch_dim, pad)[0]
+
+
+@host_only
+def _roll_in_world(xs: Sequence[Tensor], plan: Any, shift: Any, world: World, *options: Any) -> list[Tensor]:
+    """Shift the shards of all ranks of a simulated world."""
+    size = world.world_size
+    if len(xs) != size:
+        raise ValueError(f"x is a list of {len(xs)} shards; {size} are needed, one for each rank")
+    _check_plan(plan, size, None)
+    return _roll(xs, ("", size, 0), plan, shift, *options)
+
+
+def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}; a Plan is needed: make_plan(block_mask, mesh)")
+    validate.check_place(plan, world_size, rank)
+
+
+def _roll(
+    xs: Sequence[Tensor], place: tuple[str, int, int], plan: Plan, shift: Any, dim: int, documents: Any,
+    batch_dim: int | None, pad: float,
+) -> list[Tensor]:  # fmt: skip
+    """Shift the shards ``xs`` of the ranks from that of ``place`` on, after checks. place: see
+    :func:`tritoncp.api.group_call.place_in_group`"""
+    world, _, first_rank = place
+    shift = as_int("shift", shift)
+    for rank, x in enumerate(xs, first_rank):
+        shards.check_dim(x, dim)
+        shards.check_batch_dim(x, batch_dim)
+        shards.check_pad(x, pad)
+        shards.check_rows_along(x, dim, plan.q.lengths[rank], f"rank {rank}'s shard by the plan")
+    dim, batch_dim = dim % xs[0].ndim, None if batch_dim is None else batch_dim % xs[0].ndim
+    if dispatch.is_traced(xs[0]):
+        tensors: list[Tensor] = []
+        ints: list[int] = []
+        structure = flatten_callable(documents, tensors, ints)
+        handle = dispatch.run_on_values(shift_op, tensors, ints, plan.pinned().handle, shift, structure)
+    else:
+        handle = handle_of(_find_shift(plan, documents, shift))
+    return roll_rows(Roll(handle, dim, batch_dim, pad, world), xs)
+
+
+_SHIFTS = TensorCache(64)
+
+
+def _find_shift(plan: Plan, documents: Any, shift: int) -> Shift:
+    """Return, cached, the shift of a plan's rows within documents."""
+    slots = plan.q.slots[0]  # a tensor of one placement, never edited: the cache's key
+    key: Any = id(slots), shift
+    tensors = [slots]
+    if isinstance(documents, Tensor):
+        tensors.append(documents)
+    elif documents is not None:
+        state = captured_state(documents)
+        key = None if state.key is None else (*key, state.key)
+        tensors += state.tensors
+    found: Shift | None = None if key is None else _SHIFTS.find((*key, len(tensors)), tensors)
+    if found is None:
+        found = _make_shift(plan, documents, shift)
+        if key is not None:
+            _SHIFTS.keep((*key, len(tensors)), tensors, found)
+    return found
+
+
+@on_host
+@torch.inference_mode(False)
+def _make_shift(plan: Plan, documents: Any, shift: int) -> Shift:
+    length = plan.q.length
+    within = torch.arange(length)[None] if documents is None else shards.positions_within(documents, length)
+    batch = max(len(within), plan.q.batch)
+    if min(len(within), plan.q.batch) not in (1, batch):
+        raise shards.batch_error(len(within), plan.q.batch)
+    shifted = shifted_tree if isinstance(documents, Tree) else shifted_documents
+    return Shift(plan.q, shifted(within, shift))
+
+
+def _shift(tensors: list[Tensor], ints: list[int], plan: Tensor, shift: int, structure: str) -> Tensor:
+    """Return the handle of a shift within documents, flattened by :func:`flatten_callable`."""
+    return handle_of(_find_shift(object_of(plan), rebuild(structure, tensors, ints), shift))
+
+
+def _fake_handle(*args: Any) -> Tensor:
+    """Return a handle without an object, for fake tensors."""
+    return torch.full((), -1, dtype=torch.int64, device="cpu")
+
+
+shift_op = dispatch.register_op("shift", _shift, _fake_handle, caller="roll")
