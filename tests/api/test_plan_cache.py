@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncp
 from tritoncp import and_masks, causal, document, sliding_window
-from tritoncp.api import mask_source, plan_cache
+from tritoncp.api import mask_source, plan_cache, validate
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plan_cache import plan_in_order
 from tritoncp.api.plans import make_plan
 from tritoncp.api.validate import ShardSizes
 from tritoncp.mods import recording
-from tritoncp.ops import engine_factory
+from tritoncp.ops import engine_factory, executable
 from tritoncp.reference.dense import dense_attention
 
 S = 32
@@ -186,11 +186,24 @@ def test_hits_and_misses_are_counted_and_cached_bytes_are_bounded(monkeypatch):
     assert plan_cache.plan_cache_info()[:4] == (0, 0, 0, 0)
 
 
-def test_a_plan_that_served_a_call_of_a_key_is_not_checked_again():
+def test_a_plan_that_served_a_call_of_a_key_is_not_checked_again(monkeypatch):
     own, checks = plan(causal()), []
+    monkeypatch.setattr(validate, "check_sizes", lambda *_: checks.append(key))
     for key in (None, None, "a", "a", "b"):
-        plan_cache.plan_for(own, ShardSizes.of(Q, Q), None, key, lambda key=key: checks.append(key))
+        plan_cache.plan_for(own, ShardSizes.of(Q, Q), None, key)
     assert checks == [None, None, "a", "b"]
+
+
+def test_the_tensors_of_equal_calls_are_checked_once_and_before_a_plan_is_made(monkeypatch, built_plans):
+    checks, check = [], validate.check_tensors
+    monkeypatch.setattr(
+        validate, "check_tensors", lambda *args: checks.append(len(built_plans)) or check(*args)
+    )
+    masks = causal(), sliding_window(2)
+    for shape in ((1, 2, 23, 7), (1, 2, 23, 9), (1, 2, 23, 7)):
+        for mask in masks:
+            tritoncp.flex_attention(*torch.zeros(3, *shape), mask)
+    assert checks == [0, 2] and len(built_plans) == 2
 
 
 # -- what cannot be compared -----------------------------------------------------------------------------
@@ -290,8 +303,8 @@ def test_finding_a_plan_again_does_nothing_to_any_tensor():
 
 
 def test_calls_of_a_kind_are_checked_once(monkeypatch):
-    """Until MAX_CHECKED_CALLS kinds are remembered: then all are checked again."""
-    monkeypatch.setattr(plan_cache, "MAX_CHECKED_CALLS", 3)
+    """Until MAX_CHECKED_CALLS kinds are remembered: then the one that was used longest ago is forgotten."""
+    monkeypatch.setattr(executable, "MAX_CHECKED_CALLS", 3)
     checked, check = [], plan_cache.validate.check_sizes
     monkeypatch.setattr(
         plan_cache.validate, "check_sizes", lambda *a: checked.append(a[1].heads) or check(*a)

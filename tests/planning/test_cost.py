@@ -12,7 +12,7 @@ from tests.zoo import BALANCERS
 from tritoncp import create_block_mask, document, full_mask, make_plan
 from tritoncp.planning import cost, traffic
 from tritoncp.planning.build import build
-from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.facts import PlanFacts
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -93,7 +93,7 @@ def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
         assert sent.keys() == computed.keys() == TIMES.keys() - ({"ulysses"} if latent else set())
         for schedule, one in sent.items():
             own = build(mask, world_size, balancer="contiguous", schedule=schedule)
-            facts = Facts(own, shape, wires, "")
+            facts = PlanFacts(own, shape, wires, "")
             extra = facts.metrics
             assert (extra["forward_ms"], extra["backward_ms"]) == (1e3 * one.forward, 1e3 * one.backward)
             if name != "first":  # no rank receives more than it sends
@@ -113,7 +113,7 @@ def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
     rows = create_block_mask(lambda b, h, q, kv: (b == 0) | (q // 256 == kv // 256), 2, None, size, size)
     plan = build(rows, world_size, balancer="contiguous")
     fetch = next(one for one in cost.costs(plan, shape, wires) if one.schedule == "fetch")
-    sent = Facts(plan, shape, wires, "").bytes_sent["fetch"]  # of one of two rows
+    sent = PlanFacts(plan, shape, wires, "").bytes_sent["fetch"]  # of one of two rows
     assert fetch.total == pytest.approx(max(sent))
     alone = cost.costs(build(full_mask(256, 256)), shape, cores)[0]
     assert (alone.forward, alone.backward) == (attend + expand, 2.5 * attend + 3 * expand)

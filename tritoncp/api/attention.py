@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from tritoncp.api import dynamo, plan_cache, validate
 from tritoncp.api.group_call import group_call, place_in_group, stop_traced_call
 from tritoncp.api.plans import MaskLike
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.host_copy import is_dtensor
 from tritoncp.distributed import groups
@@ -27,6 +28,7 @@ from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask, plain_mask
 from tritoncp.ops import autograd, call_mods, dispatch
 from tritoncp.ops.call import Call
+from tritoncp.ops.executable import MAX_CHECKED_CALLS
 from tritoncp.ops.graph.layouts import Uncapturable
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.planning.plan import Plan
@@ -293,6 +295,10 @@ def run_call(
     return _run_on_host(query, key, value, score_mod, block_mask, mesh, options)
 
 
+# Kinds of calls whose tensors passed the checks, each an object without contents, by `validate.call_key`.
+_CHECKED_CALLS: BoundedCache[Any, object] = BoundedCache(MAX_CHECKED_CALLS)
+
+
 @host_only
 def _run_on_host(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, mesh: Any, options: Options
@@ -306,18 +312,17 @@ def _run_on_host(
             return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
     options, value = options.with_expansion(query, key, value)
     group = groups.group_of(mesh)
-    block_mask = plain_mask(block_mask)
     call_key = validate.call_key(query, key, value, group, options)
-    if call_key is None:  # query, key and value may not be tensors of four dimensions
-        options.check(query, key, value)
-    plan = plan_cache.plan_for(
-        block_mask, validate.ShardSizes.of(query, key, options.expand), group, call_key,
-        lambda: options.check(query, key, value), options.batch_offset,
-    )  # fmt: skip
+    kind = None if call_key is None else _CHECKED_CALLS.get(call_key)
+    if kind is None:
+        options.check(query, key, value)  # before a plan is made, for which ranks exchange their lengths
+        kind = None if call_key is None else _CHECKED_CALLS.put(call_key, object())
+    sizes = validate.ShardSizes.of(query, key, options.expand)
+    plan = plan_cache.plan_for(plain_mask(block_mask), sizes, group, kind, options.batch_offset)
     validate.check_order(plan, options.positions)
     key, value = validate.shared_batch(query, key, value)
     call = make_call(query, plan, score_mod, group, options)
-    return autograd.forward([call], [(query, key, value)])[0]
+    return autograd.forward([call], (query, key, value))
 
 
 def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Options) -> Call:

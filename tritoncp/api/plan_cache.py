@@ -12,7 +12,7 @@ order, by the number of plans and the bytes of their masks and placements, which
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tritoncp.api import validate
@@ -28,7 +28,7 @@ from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.masks.mask_mod import name_of
 from tritoncp.ops import signatures
-from tritoncp.ops.executable import MAX_CHECKED_CALLS, caches_of
+from tritoncp.ops.executable import caches_of
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report.text import format_title
@@ -62,22 +62,20 @@ def plan_for(
     sizes: ShardSizes,
     group: Any,
     call_key: Any = None,
-    check: Callable[[], None] = lambda: None,
     batch_offset: int | None = None,
 ) -> Plan:
-    """Return the plan of a call, checked against the shards: ``mask`` itself if it is a Plan whose mask is
-    unchanged, else the natural-order plan of the raw mask, from the cache or new.
+    """Return the plan of a call, after a check of the shards' sizes: ``mask`` itself if it is a Plan whose
+    mask is unchanged, else the natural-order plan of the raw mask, from the cache or new.
 
-    call_key: :func:`validate.call_key`; a plan checked once for a key is not checked again for it
-    check: function that raises for wrong inputs; called before a plan is made
+    call_key: hashable; a plan checked once for a key is not checked again for it
     batch_offset: batch row of the mask for row 0 of the shards (None: the shards have all rows)
     """
     if batch_offset is not None:
         rows = validate.whole_batch(mask, sizes.batch, batch_offset)
-        whole = plan_for(mask, sizes._replace(batch=rows), group, call_key, check)
+        whole = plan_for(mask, sizes._replace(batch=rows), group, call_key)
         return whole.batch_rows(batch_offset, sizes.batch)
     if isinstance(mask, Plan):
-        _check_call(mask, sizes, group, call_key, check)
+        _check_call(mask, sizes, group, call_key)
         mask.check_sources()
         return mask
     state, cache = MaskState.of(mask), _CACHES.of(group)
@@ -87,28 +85,23 @@ def plan_for(
     if cache_log.isEnabledFor(logging.DEBUG if plan is not None else logging.INFO):
         _log_look_up(Sources.of(mask, state), plan is not None)
     if plan is None:
-        check()
         sources = Sources.of(mask, state)
         plan = _make(sources, sizes, group)
         if state.key is None:
             sources.warn_incomparable()
         else:
             cache.keep(key, state.tensors, plan)
-    _check_call(plan, sizes, group, call_key, check)
+    _check_call(plan, sizes, group, call_key)
     return plan
 
 
-def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any, check: Callable[[], None]) -> None:
-    """Check a call, and its shards against its plan, unless a call of its key passed."""
+def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any) -> None:
+    """Check the shards of a call against its plan, unless those of a call of its key passed."""
     checked, key = caches_of(plan).checked_calls, (plan.rank, call_key)
-    if key not in checked:
-        check()
+    if call_key is None or not checked.get(key):
         validate.check_ranks(plan, group)
         validate.check_sizes(plan, sizes)
-        if len(checked) >= MAX_CHECKED_CALLS:
-            checked.clear()
-        if call_key is not None:
-            checked.add(key)
+        checked[key] = True
 
 
 def plan_cache_info() -> CacheInfo:

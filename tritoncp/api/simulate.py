@@ -179,7 +179,9 @@ class World:
         if dispatch.is_traced(queries[0]):  # shapes alone, for which nothing is sent
             parts = [_trace_call(call, *shard) for call, shard in zip(calls, shards, strict=True)]
         else:
-            parts = autograd.forward(calls, shards)
+            flat = autograd.forward(calls, [x for shard in shards for x in shard])
+            width = len(flat) // self.world_size
+            parts = [flat[i : i + width] for i in range(0, len(flat), width)]
         results = [call_options.results(one) for one in parts]
         if call_options.return_aux is not None:
             outs, fields = [out for out, _ in results], zip(*[aux for _, aux in results])
@@ -230,11 +232,13 @@ class World:
             )
 
 
-def _trace_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def _trace_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
     """Run the op of one rank's call on tensors without values."""
     arguments = call.as_arguments()
     (plan,), captures = dispatch.as_inputs([arguments.plan]), dispatch.as_inputs(arguments.captures)
-    results: list[Tensor] = autograd.forward_op(q, k, v, *arguments._replace(plan=plan, captures=captures))
+    results: Sequence[Tensor] = autograd.forward_op(
+        q, k, v, *arguments._replace(plan=plan, captures=captures)
+    )
     return results
 
 

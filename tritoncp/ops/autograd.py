@@ -10,7 +10,6 @@ A pass, and the autograd function, take a list of calls: of one rank, or of all 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -42,7 +41,6 @@ from tritoncp.ops.engine_factory import engine_of, gradient_buffers, sum_gradien
 from tritoncp.planning.step_tables import Engine
 
 _NO_CONTEXT = nullcontext()
-Shard = Sequence[Tensor]  # query, key and value of a rank
 
 
 def current_device(x: Tensor) -> AbstractContextManager[Any]:
@@ -136,12 +134,12 @@ def _drive(
             return collectives.lockstep(passes)
 
 
-def forward_pass(calls: Sequence[Call], shards: Sequence[Shard]) -> list[list[Tensor]]:
-    """Compute out, lse and, if requested, max_scores of each call."""
+def forward_pass(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Compute out, lse and, if requested, max_scores of each call. tensors: query, key and value of each."""
     if calls[0].group is not None:
-        signatures.compare_call(calls[0], *shards[0])
-    passes = [forward_schedule(call, *shard) for call, shard in zip(calls, shards, strict=True)]
-    return [[x for x in results if x is not None] for results in _drive(calls, passes, shards[0][0])]
+        signatures.compare_call(calls[0], *tensors[:3])
+    passes = [forward_schedule(call, *tensors[3 * i : 3 * i + 3]) for i, call in enumerate(calls)]
+    return [x for results in _drive(calls, passes, tensors[0]) for x in results if x is not None]
 
 
 def backward_pass(calls: Sequence[Call], inputs: Sequence[BackwardInputs]) -> list[Tensor]:
@@ -162,7 +160,7 @@ def _forward_body(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tens
     """Body of the forward op: run :func:`forward_pass` on decoded :class:`OpArguments`."""
     written = OpArguments(*arguments).with_leaves()
     with failures.closing(written.group):
-        return forward_pass([written.decode(q)], [(q, k, v)])[0]
+        return forward_pass([written.decode(q)], (q, k, v))
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
@@ -199,13 +197,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, calls: Sequence[Call | OpArguments], *tensors: Tensor) -> tuple[Tensor, ...]:
-        count = 3 * len(calls)
-        results = _run_forward(calls, _cut(tensors[:count], 3), tensors[count:])
-        ctx.save_for_backward(*[x for result in results for x in result[:2]], *tensors)
+        results = _run_forward(calls, tensors)
+        width = len(results) // len(calls)
+        ctx.save_for_backward(*results[::width], *results[1::width], *tensors)
         ctx.calls = [call.with_captures(()) for call in calls]  # saved tensors, for version checks and hooks
-        ctx.mark_non_differentiable(*[x for result in results for x in result[2:]])
+        if width > 2:
+            ctx.mark_non_differentiable(*results[2::width])
         ctx.set_materialize_grads(False)
-        return tuple([x for result in results for x in result])
+        return tuple(results)
 
     @staticmethod
     @untraced
@@ -221,16 +220,14 @@ class Attention(torch.autograd.Function):
     def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """Return the gradients of the arguments of :meth:`forward`."""
         refuse_batched_gradients(*grads)
-        saved, count = ctx.saved_tensors, len(ctx.calls)
-        captures = saved[5 * count :]
-        calls = [call.with_captures(captures) for call in ctx.calls]
-        inputs = []
-        for results, shard, (dout, dlse, *_) in zip(
-            _cut(saved[: 2 * count], 2), _cut(saved[2 * count : 5 * count], 3),
-            _cut(grads, len(grads) // count), strict=True,
-        ):  # fmt: skip
-            dout = torch.zeros_like(results[0]) if dout is None else dout
-            inputs.append(BackwardInputs(dout, dlse, *shard, *results))
+        count, saved = len(ctx.calls), ctx.saved_tensors
+        outs, lses, shards, captures = (
+            saved[:count], saved[count : 2 * count], saved[2 * count : 5 * count], saved[5 * count :]
+        )  # fmt: skip
+        calls, width = [call.with_captures(captures) for call in ctx.calls], len(grads) // count
+        douts = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads[::width], outs)]
+        columns = douts, grads[1::width], shards[::3], shards[1::3], shards[2::3], outs, lses
+        inputs = [BackwardInputs(*row) for row in zip(*columns, strict=True)]
         parts = backward(calls, inputs)
         rest: list[Tensor | None] = [None] * len(captures)
         for place, grad in zip(calls[0].wants, parts[3 * count :], strict=True):
@@ -270,45 +267,40 @@ def needs_autograd(tensors: Iterable[Tensor]) -> bool:
     return False
 
 
-def forward(calls: Sequence[Call | OpArguments], shards: Sequence[Shard]) -> list[list[Tensor]]:
+def forward(calls: Sequence[Call | OpArguments], shards: Sequence[Tensor]) -> list[Tensor]:
     """Run the forward pass of a rank's call, or of the calls of all ranks of a simulated world,
     differentiably; return out, lse and, if requested, max_scores of each.
 
     shards: query, key and value of each call
     """
-    captures = calls[0].captures
-    tensors = [*itertools.chain(*shards), *captures]
-    if not needs_autograd(tensors):
-        return _run_forward(calls, shards, captures)
-    results = Attention.apply(calls, *tensors)
-    return _cut(results, len(results) // len(calls))
+    tensors = *shards, *calls[0].captures
+    return list(Attention.apply(calls, *tensors)) if needs_autograd(tensors) else _run_forward(calls, tensors)
 
 
-def _run_forward(
-    calls: Sequence[Call | OpArguments], shards: Sequence[Shard], captures: Sequence[Tensor]
-) -> list[list[Tensor]]:
-    """Run the forward pass of calls below autograd, as an op where the dispatcher is needed."""
+def _run_forward(calls: Sequence[Call | OpArguments], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Run the forward pass of calls below autograd, as an op where the dispatcher is needed. tensors: query,
+    key and value of each call, then the captures."""
     if len(calls) > 1:  # no op has the tensors of several ranks: modes see nothing, as in the body of an op
         with fresh_dispatch():
-            return forward_pass(
-                cast(Sequence[Call], calls), [[x.resolve_neg() for x in shard] for shard in shards]
-            )
-    (call,), (shard,) = calls, shards
-    if needs_dispatcher((*shard, *captures)):
+            shards = [x.resolve_neg() for x in tensors[: 3 * len(calls)]]
+            return forward_pass(cast(Sequence[Call], calls), shards)
+    call, shard = calls[0], tensors[:3]
+    if needs_dispatcher(tensors):
         warn_if_repeated(forward_op, *shard)
-        return [list(call_op(forward_op, *shard, *call.as_arguments()))]
-    return forward_pass([call], shards) if isinstance(call, Call) else [_forward_body(*shard, *call)]
+        return list(call_op(forward_op, *shard, *call.as_arguments()))
+    return forward_pass([call], shard) if isinstance(call, Call) else _forward_body(*shard, *call)
 
 
 def backward(calls: Sequence[Call | OpArguments], inputs: Sequence[BackwardInputs]) -> list[Tensor]:
     """Run the backward pass of calls; return what :func:`backward_pass` does. A second derivative raises."""
-    present = [x for x in (*itertools.chain(*inputs), *calls[0].captures) if x is not None]
+    present = [x for one in inputs for x in one if x is not None]
+    present.extend(calls[0].captures)
 
     def compute() -> list[Tensor]:
         if len(calls) > 1:
             with fresh_dispatch():
                 return backward_pass(cast(Sequence[Call], calls), [one.without_neg() for one in inputs])
-        (call,), (one,) = calls, inputs
+        call, one = calls[0], inputs[0]
         if needs_dispatcher(present):
             return list(call_op(backward_op, *one, *call.as_arguments()))
         if isinstance(call, OpArguments):
@@ -322,17 +314,12 @@ def backward(calls: Sequence[Call | OpArguments], inputs: Sequence[BackwardInput
 def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
     """The Autograd kernel of the forward op."""
     refuse_transforms()
-    return forward([OpArguments(*arguments)], [(q, k, v)])[0]
+    return list(forward([OpArguments(*arguments)], (q, k, v)))
 
 
 def _backward_autograd(*args: Any) -> list[Tensor]:
     """The Autograd kernel of the backward op."""
     return backward([OpArguments(*args[7:])], [BackwardInputs(*args[:7])])
-
-
-def _cut(flat: Sequence[Any], width: int) -> list[Any]:
-    """Split a sequence into sequences of ``width`` items."""
-    return [flat[at : at + width] for at in range(0, len(flat), width)]
 
 
 QKV = "Tensor query, Tensor key, Tensor value"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.call import Call
 from tritoncp.ops.executable import MAX_LAUNCHES, Executable, caches_of
 from tritoncp.ops.expand import ExpandingEngine
+from tritoncp.ops.facts import EngineKey, Facts
 from tritoncp.planning.step_tables import Engine
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def engine_of(
     """Return the engine for one pass of a call. extra: further tensors of the pass; grads: a buffer for the
     gradient of each capture in ``call.wants``.
 
-    Engines are cached with the plan, by the constants of the call, the structure of the score_mod, the
-    generation of the tile tables, the plan's rank and batch rows, and the layouts of all tensors.
+    Engines are cached with the plan by :class:`EngineKey`: the facts of the call, the layouts of its tensors
+    and what else decides its kernels.
     """
     if call.expand is not None:
         expand, call = call.expand, call._replace(expand=None)
@@ -88,21 +89,21 @@ def engine_of(
         mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
     warn_untested_once("torch", "triton")
-    captured: tuple[Any, ...] = ()
-    tensors = call.score_tensors
+    tensors, numbers = call.score_tensors, ()
     if score is not None:
         if 0 in [x.ndim for x in tensors]:  # may be on the CPU: torch combines them with any device's
             tensors = upload(tensors, device)  # at every call, as they may be edited between calls
-        captured = (score.digest, *map(layout_of, tensors), *map(specialisation_of, score.numbers))
-    key = (
-        call.group and weakref.ref(call.group), call.options, captured, call.scale,
-        tile_tables.table_generation, device, executed_target(), plan.first_row, plan.rank, plan.schedule,
-        plan.degree, *map(layout_of, (q, k, v, *extra, *grads)),
+        numbers = tuple(map(specialisation_of, score.numbers))
+    layouts = tuple(map(layout_of, (q, k, v, *extra, *grads, *tensors)))
+    key = EngineKey(
+        Facts.of(call, q, k, v), numbers, layouts, plan.rank, call.group and weakref.ref(call.group), device,
+        executed_target(), tile_tables.table_generation,
     )  # fmt: skip
     executables = caches_of(plan).executables
     executable = executables.get(key)
     if cache_log.isEnabledFor(logging.DEBUG):
-        cache_log.debug("executables of the plan: %s", "miss" if executable is None else "hit")
+        found = f"miss{_why_new(key, executables)}" if executable is None else "hit"
+        cache_log.debug("executables of the plan: %s", found)
     if executable is None:
         executable = executables.put(key, _make_executable(call, q, v, grads))
     if executable.mask_mod is not None:
@@ -111,6 +112,13 @@ def engine_of(
         return executable.engine
     caps = arguments(tensors, score.numbers)
     return executable.engine.with_captures(caps, gradient_arguments(grads) if grads else ())
+
+
+def _why_new(key: EngineKey, known: Iterable[EngineKey]) -> str:
+    """Describe by which fields a new key differs from the most similar one of the same pass."""
+    same_pass = [other for other in known if len(other.layouts) == len(key.layouts)]
+    differences = min((other.difference(key) for other in same_pass), key=len, default={})
+    return "".join([f"; {text}" for text in differences.values()])
 
 
 def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) -> Executable:

@@ -26,7 +26,7 @@ MAX_STRUCTURES, MAX_COUNTS = 16, 1024
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """The engine and mask_mod that all calls with one signature and plan share.
+    """The engine and mask_mod that all calls of one plan and :class:`tritoncp.ops.facts.EngineKey` share.
 
     engine:   the TritonEngine with its cached launches, without the captures of the score_mod
     mask_mod: the translated mask_mod with its captures on the device
@@ -39,13 +39,13 @@ class Executable:
 class PlanCaches:
     """The caches of one plan, shared by the views of all ranks.
 
-    executables:   by the key in :func:`tritoncp.ops.engine_factory.engine_of`, each with up to MAX_LAUNCHES
+    executables:   by :class:`tritoncp.ops.facts.EngineKey`, each with up to MAX_LAUNCHES
                    launches by kernel, tables, first head and flags
     mask_mods:     by ranks, batch rows, heads and device
     cpu_steps:     steps of the CPU engine, by tables, shapes, first row and head
     structures:    by schedule and degree
     visible_pairs: counts by rank, batch rows and heads
-    checked_calls: keys of the calls whose checks passed; MAX_CHECKED_CALLS, then all are forgotten
+    checked_calls: keys of the calls whose shards have the plan's sizes
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class PlanCaches:
         self.cpu_steps: BoundedCache[Any, Any] = BoundedCache(MAX_STEPS)
         self.structures: BoundedCache[Any, Any] = BoundedCache(MAX_STRUCTURES)
         self.visible_pairs: BoundedCache[Any, int] = BoundedCache(MAX_COUNTS)
-        self.checked_calls: set[Any] = set()
+        self.checked_calls: BoundedCache[Any, bool] = BoundedCache(MAX_CHECKED_CALLS)
 
 
 def caches_of(plan: Plan) -> PlanCaches:

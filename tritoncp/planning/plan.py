@@ -30,7 +30,7 @@ from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.parts import check_keys, check_part, chunk_rows, rows_of_placement
 from tritoncp.planning.placement import Placement, check_side
 from tritoncp.planning.report.drawing import draw_figure
-from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.facts import PlanFacts
 from tritoncp.planning.report.text import format_costs, format_lines
 from tritoncp.planning.step_tables import Tables
 from tritoncp.planning.work import block_costs
@@ -414,7 +414,7 @@ class Plan(BlockMaskInterface):
         """
         reason = f" ({self.reason})" if self.reason else ""
         choice = f"order {self.balancer}, schedule {self.schedule}{reason}"
-        return "\n".join([*format_costs(Facts.of(self, hardware, **shape)), choice])
+        return "\n".join([*format_costs(PlanFacts.of(self, hardware, **shape)), choice])
 
     @on_host
     def metrics(self, hardware: Hardware | None = None, **shape: int) -> dict[str, float]:
@@ -433,7 +433,7 @@ class Plan(BlockMaskInterface):
         >>> metrics["forward_extra_bytes"] >> 20, metrics["backward_peak_bytes"] >> 20
         (386, 1474)
         """
-        return Facts.of(self, hardware, **shape).metrics
+        return PlanFacts.of(self, hardware, **shape).metrics
 
     @on_host
     def plot(self, path: str | Path | None = None, hardware: Hardware | None = None, **shape: int) -> Figure:
@@ -443,11 +443,11 @@ class Plan(BlockMaskInterface):
         path: a file to save the picture to, in a format of Matplotlib (.png, .svg, .pdf). shape: as for
         :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
         """
-        return draw_figure(Facts.of(self, hardware, **shape), path)
+        return draw_figure(PlanFacts.of(self, hardware, **shape), path)
 
     @on_host
     def __str__(self) -> str:
-        return "\n".join(format_lines(Facts.of(self)))
+        return "\n".join(format_lines(PlanFacts.of(self)))
 
     def __repr__(self) -> str:
         """

@@ -23,7 +23,7 @@ from tritoncp.planning.placement import by_blocks
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report import drawing
 from tritoncp.planning.report.command import check_size
-from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.facts import PlanFacts
 from tritoncp.planning.report.text import (
     WIDTH,
     format_blocks,
@@ -72,11 +72,11 @@ def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path
     assert owners == list(map(str, range(0, plan.world_size, -(-plan.world_size // 16))))
     ticks = axes["Who computes what"].get_xticks()
     assert (ticks[0], ticks[-1]) == (0, plan.mask.kv_len) and all(a <= b for a, b in pairwise(ticks))
-    rows = Facts.of(plan).reads.double().fill_diagonal_(0)
+    rows = PlanFacts.of(plan).reads.double().fill_diagonal_(0)
     assert torch.equal(remote, torch.where(rows > 0, rows, -1)) and own.add(1).equal(torch.eye(len(own)))
     plan.plot(tmp_path / "plan.svg", heads=16, kv_heads=4)
     drawn = html.unescape(re.sub("<[^>]*>", " ", (tmp_path / "plan.svg").read_text()))
-    for text, facts in ((drawn, Facts.of(plan, heads=16, kv_heads=4)), (str(plan), Facts.of(plan))):
+    for text, facts in ((drawn, PlanFacts.of(plan, heads=16, kv_heads=4)), (str(plan), PlanFacts.of(plan))):
         parts = [format_heading(plan), plan.reason, f"{plan.imbalance:.3f}", *format_meaning(facts)]
         schedules = [*(one.schedule for one in facts.costs), f"→ {plan.schedule}"]
         parts += schedules if plan.world_size > 1 else ["one rank: nothing is sent"]
@@ -116,7 +116,7 @@ def test_owners_are_shown_in_text(balancer: str, world_size: int) -> None:
 
 def test_costs_and_bytes_are_the_plans() -> None:
     plan = document_plan(8192, 4, "contiguous")
-    facts = Facts.of(plan, **LAYER)
+    facts = PlanFacts.of(plan, **LAYER)
     for schedule, sent in facts.bytes_sent.items():
         views = [replace(plan, schedule=schedule).for_rank(rank) for rank in range(4)]
         assert sent == [view.bytes_sent(**LAYER) for view in views]
@@ -175,7 +175,7 @@ def test_the_text_of_a_small_plan_is_this(monkeypatch: pytest.MonkeyPatch) -> No
     mod = and_masks(causal(), document(lengths=[256, 768]))
     mask = create_block_mask(mod, 1, 1, 1024, 1024)
     plan = replace(build(mask, 3, 2, balancer="contiguous", schedule="ring"), reason="why")
-    facts = Facts.of(plan, cost.Hardware("a GPU", 1e13, 1e10, 1e-5, 0.7, "by hand"), **LAYER)
+    facts = PlanFacts.of(plan, cost.Hardware("a GPU", 1e13, 1e10, 1e-5, 0.7, "by hand"), **LAYER)
     text, _, meaning = "\n".join(format_lines(facts)).partition("what this means:\n")
     assert text == TEXT and meaning.split() == " ".join(MEANING).split() and format_meaning(facts) == MEANING
     for imbalance, word in ((1.02, "yes"), (1.021, "nearly"), (1.1, "nearly"), (1.11, "no")):
@@ -184,10 +184,10 @@ def test_the_text_of_a_small_plan_is_this(monkeypatch: pytest.MonkeyPatch) -> No
     for count, where in ((4, "at 0-128, 256-384, 512-640, 768-896."), (5, "in 5 pieces.")):
         wide = create_block_mask(causal(), 1, 1, 256 * count, 256 * count)
         alternating = build(wide, 2, balancer=lambda work: [range(i, len(work.costs), 2) for i in (0, 1)])
-        assert format_meaning(Facts.of(alternating))[0].endswith(where)
+        assert format_meaning(PlanFacts.of(alternating))[0].endswith(where)
     # Rank 0 has only an empty slot in the first batch row.
     idle = by_blocks(1024, 128, [[[], range(8)], [[0], range(1, 8)]])
-    assert format_meaning(Facts.of(replace(build(mask, 2), q=idle)))[0].endswith(" of 0 to 1K tokens.")
+    assert format_meaning(PlanFacts.of(replace(build(mask, 2), q=idle)))[0].endswith(" of 0 to 1K tokens.")
 
 
 @pytest.mark.parametrize(("ranks", "width", "bars"), [(16, 64, 16), (17, 32, 0)])

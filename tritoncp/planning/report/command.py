@@ -11,7 +11,7 @@ import torch
 from tritoncp.masks import expressions
 from tritoncp.masks.mask import create_block_mask
 from tritoncp.planning.build import build
-from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.facts import PlanFacts
 
 DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
 # The largest plan that is made: it takes about a minute and 4 GiB.
@@ -44,7 +44,7 @@ def collect_facts(
     balancer: str,
     schedule: str,
     block_size: int,
-) -> Facts:
+) -> PlanFacts:
     """Make rank 0's plan and return its facts. Raises ValueError that names the option that does not fit."""
     documents: Any = None if lengths is None else expressions.lengths(lengths)
     rows = documents if documents and isinstance(documents[0], list) else [documents or []]
@@ -77,4 +77,4 @@ def collect_facts(
         "head_dim": head_dim,
     }
     layer |= {"v_head_dim": v_head_dim or head_dim, "itemsize": getattr(torch, dtype).itemsize}
-    return replace(Facts.of(plan, **layer), expression=expression)
+    return replace(PlanFacts.of(plan, **layer), expression=expression)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.facts import PlanFacts
 from tritoncp.planning.report.text import format_costs, format_heading, format_meaning
 from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
 
@@ -47,7 +47,7 @@ def require_matplotlib() -> None:
         raise RuntimeError("the picture of a plan needs Matplotlib: pip install matplotlib") from missing
 
 
-def draw_figure(facts: Facts, path: str | Path | None = None) -> Figure:
+def draw_figure(facts: PlanFacts, path: str | Path | None = None) -> Figure:
     """Draw the picture, 1500 x 1220 pixels, and save it to ``path``, in a format of Matplotlib (.png, .svg,
     .pdf). Raises RuntimeError without Matplotlib, and OSError for a path that cannot be written."""
     require_matplotlib()
@@ -116,7 +116,7 @@ def _set_rank_ticks(axis: Any, world_size: int, most: int, label: str) -> None:
     axis.set_label_text(label)
 
 
-def _draw_mask(axes: Axes, facts: Facts) -> None:
+def _draw_mask(axes: Axes, facts: PlanFacts) -> None:
     mask = facts.plan.mask
     extent = (0, mask.kv_len, mask.q_len, 0)
     axes.imshow(mask_pixels(facts.plan).numpy(), extent=extent, aspect="auto", interpolation="none")
@@ -127,7 +127,7 @@ def _draw_mask(axes: Axes, facts: Facts) -> None:
     _set_token_ticks(axes.yaxis, mask.q_len, "queries, by position in the sequence (tokens)")
 
 
-def _write_meaning(axes: Axes, facts: Facts) -> None:
+def _write_meaning(axes: Axes, facts: PlanFacts) -> None:
     """Write what the figures mean in plain words, and what each schedule would cost a layer."""
     sentences = [*format_meaning(facts), f"Why it is sent so: {facts.plan.reason}." * bool(facts.plan.reason)]
     lines = [line for sentence in sentences for line in textwrap.wrap(sentence, 190)]
@@ -137,7 +137,7 @@ def _write_meaning(axes: Axes, facts: Facts) -> None:
     axes.text(0, 0.82, text, va="top", size=8.5, linespacing=1.5, family="DejaVu Sans Mono")
 
 
-def _draw_work(axes: Axes, facts: Facts) -> None:
+def _draw_work(axes: Axes, facts: PlanFacts) -> None:
     """Draw a bar of work for each rank, and the mean as a dashed line."""
     plan, world_size = facts.plan, facts.plan.world_size
     mean, most, many = sum(plan.work) / world_size, max(plan.work), world_size > 128
@@ -153,7 +153,7 @@ def _draw_work(axes: Axes, facts: Facts) -> None:
     _set_title(axes, "Work of each rank", note)
 
 
-def _draw_reads(axes: Axes, facts: Facts) -> None:
+def _draw_reads(axes: Axes, facts: PlanFacts) -> None:
     """Draw the bytes that each rank's queries (down) read of each rank's keys (across), and their totals."""
     from matplotlib.colors import ListedColormap
 

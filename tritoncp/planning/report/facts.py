@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Facts:
+class PlanFacts:
     """The facts about a plan for one layer that text, JSON and pictures show.
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
-    >>> facts = Facts.of(plan, heads=16, kv_heads=16)
+    >>> facts = PlanFacts.of(plan, heads=16, kv_heads=16)
     >>> sorted(facts.bytes_sent)
     ['allgather', 'fetch', 'ring', 'ulysses']
     """
@@ -36,7 +36,7 @@ class Facts:
     expression: str  # the mask as its author wrote it
 
     @classmethod
-    def of(cls, plan: Plan, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
+    def of(cls, plan: Plan, hardware: cost.Hardware | None = None, **shape: int) -> PlanFacts:
         """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
         mod = plan.mask.mask_mod
         layer = cost.Shape.of_layer(plan, **shape)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tritoncp.masks.block_runs import merge_ranges
-from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.facts import PlanFacts
 from tritoncp.planning.report.units import format_bytes, format_ranks, format_tokens, shorten
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MESSAGES = {
 }
 
 
-def format_lines(facts: Facts) -> list[str]:
+def format_lines(facts: PlanFacts) -> list[str]:
     """Format a line for each query block (or group of blocks): its owner, then the key blocks that it sees,
     from █ all to · none. Below them the work of each rank in blocks, the cost of each schedule, and
     what that means in plain words."""
@@ -40,7 +40,7 @@ def format_lines(facts: Facts) -> list[str]:
     return parts
 
 
-def format_memory(facts: Facts) -> str:
+def format_memory(facts: PlanFacts) -> str:
     """Format the memory of a layer as one line."""
     names = ("shard_bytes", "forward_peak_bytes", "backward_peak_bytes")
     shard, forward, backward = (_mib(facts.metrics[name]) for name in names)
@@ -50,7 +50,7 @@ def format_memory(facts: Facts) -> str:
     )
 
 
-def format_meaning(facts: Facts) -> list[str]:
+def format_meaning(facts: PlanFacts) -> list[str]:
     """Format sentences about the tokens of each rank, the evenness of the work, and the keys that are
     sent."""
     plan = facts.plan
@@ -117,7 +117,7 @@ def format_work(plan: Plan) -> list[str]:
     return result
 
 
-def format_costs(facts: Facts) -> list[str]:
+def format_costs(facts: PlanFacts) -> list[str]:
     """Format the cost of each schedule, with an arrow at the plan's own."""
     shape, hardware = facts.shape, facts.hardware
     if facts.plan.world_size == 1:
