@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from tritoncp.masks.closed_forms import document as document
     from tritoncp.masks.closed_forms import prefix_lm as prefix_lm
     from tritoncp.masks.closed_forms import sliding_window as sliding_window
+    from tritoncp.masks.drafts import block_diffusion as block_diffusion
+    from tritoncp.masks.drafts import draft_blocks as draft_blocks
     from tritoncp.masks.from_torch import from_block_mask as from_block_mask
     from tritoncp.masks.mask import Mask as Mask
     from tritoncp.masks.mask import full_mask as full_mask
@@ -96,6 +98,7 @@ _WHERE = {
     "masks.mask": ("Mask", "full_mask"),
     "masks.mask_mod": ("and_masks", "not_", "or_masks"),
     "masks.closed_forms": ("causal", "document", "prefix_lm", "sliding_window"),
+    "masks.drafts": ("block_diffusion", "draft_blocks"),
     "masks.from_torch": ("from_block_mask",),
     "masks.named": ("alibi", "softcap"),
     "api.trees": ("pack_trajectories", "tree_edges"),

@@ -15,6 +15,7 @@ from tests.command_process import ROOT
 from tests.multiprocess import ranks
 from tritoncp.cli import main
 from tritoncp.core import versions
+from tritoncp.ops.engine_factory import warn_untested_once
 
 
 @pytest.fixture
@@ -26,9 +27,9 @@ def newer_triton(monkeypatch):
         return "3.99.0" if package == "triton" else installed(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    versions.warn_untested.cache_clear()
+    warn_untested_once.cache_clear()
     yield
-    versions.warn_untested.cache_clear()
+    warn_untested_once.cache_clear()
 
 
 def attend() -> None:
@@ -63,7 +64,7 @@ def test_rank_0_alone_warns():
 
 
 def test_tested_versions_are_silent(recwarn):
-    versions.warn_untested.cache_clear()
+    warn_untested_once.cache_clear()
     attend()
     assert not [warning for warning in recwarn if "newer than" in str(warning.message)]
 

@@ -233,13 +233,16 @@ PARTITIONS = (min_cut_rematerialization_partition, default_partition)
 CHECKPOINTS = [*product((*SAVED, *COMPUTED_AGAIN), PARTITIONS)]
 
 
-def run_passes(gm: GraphModule, partition: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Partition a joint graph of one result, whose gradient is its last input, and run both passes."""
+def run_passes(gm: GraphModule, partition: Any, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Partition a joint graph of one result, whose gradient is its last input, and run both passes. Return
+    the results, and the tensors other than inputs that the first pass keeps for the second."""
     forward, backward = partition(gm, None, num_fwd_outputs=1)
     out, *kept = forward(*tensors[:-1])
     names = [node.name for node in forward.graph.output_node().args[0][1:]]
     values = {**dict(zip(names, kept, strict=True)), "tangents_1": tensors[-1]}
-    return [out, *backward(*(values[x.name] for x in backward.graph.find_nodes(op="placeholder")))]
+    results = [out, *backward(*(values[x.name] for x in backward.graph.find_nodes(op="placeholder")))]
+    inputs = {id(x) for x in tensors}
+    return results, [x for x in kept if isinstance(x, Tensor) and x.ndim and id(x) not in inputs]
 
 
 def sines_attend(plan: Any, group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -269,10 +272,12 @@ def compute_again(group: Any, cases: Any) -> None:
                 node.meta |= {"recompute": policy, "ac_graph_id": 1}
         chunk(gm, "", dim="seq", chunks=CHUNKS)
         with Messages(group) as messages:
-            got = run_passes(gm, partition, tensors)
+            got, kept = run_passes(gm, partition, tensors)
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other)
         assert messages.count == 3 + (policy in COMPUTED_AGAIN), (policy, partition)
+        rows = tensors[0].shape[2] // CHUNKS
+        assert policy not in COMPUTED_AGAIN or all(x.shape[2] == rows for x in kept), (policy, partition)
 
 
 @pytest.mark.parametrize(
@@ -281,4 +286,5 @@ def compute_again(group: Any, cases: Any) -> None:
     ids=["some policies", "all policies"],
 )
 def test_attention_that_a_checkpoint_computes_again_sends_its_keys_once_more(cases):
+    """The checkpoint keeps rows of chunks alone: no keys of all chunks, or of other ranks."""
     ranks.run(2, compute_again, cases)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Iterable
-from functools import cache
 
 from tritoncp.core.caller import warn_caller
 
@@ -47,14 +46,9 @@ def list_untested(packages: Iterable[str] = NEWEST_TESTED) -> list[str]:
     ]
 
 
-@cache
-def warn_untested(*packages: str) -> None:
-    """Warn once per process, on rank 0 of several, if a package that is used is newer than the tested
-    version."""
-    from torch import distributed as dist  # late: the command line shows its help without torch
-
-    is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-    if is_first and (untested := list_untested(packages)):
+def warn_untested(packages: Iterable[str]) -> None:
+    """Warn if a package is newer than the tested version."""
+    if untested := list_untested(packages):
         pins = " ".join(f"{package}=={NEWEST_TESTED[package]}" for package in packages)
         warn_caller(
             f"{'; '.join(untested)}. `tritoncp check` compares results on this machine with dense attention; "

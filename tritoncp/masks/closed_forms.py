@@ -17,6 +17,7 @@ from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.host_copy import host, refuse_dtensor
 from tritoncp.core.pytrees import as_tree
 from tritoncp.core.records import record
+from tritoncp.masks.drafts import TextAndBlock
 from tritoncp.masks.mask_mod import (
     UNBOUNDED,
     And,
@@ -311,7 +312,7 @@ def is_closed_form(mask: Any) -> bool:
     >>> is_closed_form(causal() & (lambda b, h, q, kv: q != kv))
     False
     """
-    if type(mask) in (SlidingWindow, Document, DocumentOfLengths, PrefixLM, Tree):
+    if type(mask) in (SlidingWindow, Document, DocumentOfLengths, PrefixLM, TextAndBlock, Tree):
         return True
     combination = type(mask) in (And, Or, Not, Selection)
     return combination and all(map(is_closed_form, getattr(mask, "parts", None) or (mask.part,)))

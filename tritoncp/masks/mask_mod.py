@@ -67,6 +67,11 @@ class MaskMod(ABC):
         return None
 
     @property
+    def query_offset(self) -> int | None:
+        """The key that query 0 is, where queries are some of the keys, in their order; None: not known."""
+        return None
+
+    @property
     def reads(self) -> tuple[bool, bool]:
         """Whether the result can depend on b, and whether it can depend on h."""
         return self.batch > 1, False

@@ -12,9 +12,9 @@ from tritoncp.core.records import replace
 from tritoncp.masks.mask import Mask
 from tritoncp.planning import SCHEDULES, cost
 from tritoncp.planning.balance import assign_blocks, balancers, resolve_balancer
-from tritoncp.planning.placement import Placement, by_blocks, natural, pieces, recut, without_padding
+from tritoncp.planning.placement import Placement, by_blocks, joined, natural, pieces, recut, without_padding
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.work import Balancer, work_of_rows
+from tritoncp.planning.work import Balancer, Work, work_of_rows
 
 # Balancers whose time grows with blocks x ranks, and the largest product for which "auto" weighs them: 3 s.
 SLOW_BALANCERS = {"locality": 1 << 20}
@@ -162,10 +162,23 @@ def _place(
         owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size)]
         q = kv = by_blocks(mask.q_len, mask.q_block, owners)
         if mask.kv_len != mask.q_len:
-            owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size, side="kv")]
-            kv = by_blocks(mask.kv_len, mask.kv_block, owners)
+            kv = _place_keys(masks, world_size, function, q)
         elif mask.kv_block != mask.q_block:  # same tokens, other blocks: cut the same placement at KV blocks
             kv = recut(q, mask.kv_block)
     if mask.tokens is not None:
         q, kv = (without_padding(*side, name != "natural") for side in zip((q, kv), mask.tokens))
     return name, q, kv
+
+
+def _place_keys(masks: Sequence[Mask], world_size: int, balancer: Balancer, q: Placement) -> Placement:
+    """Place the keys of masks with more or fewer keys than queries: keys that are queries too with these,
+    others by a balancer."""
+    mask = masks[0]
+    offsets = {getattr(one.mask_mod, "query_offset", None) for one in masks}
+    offset = offsets.pop() if len(offsets) == 1 else None
+    works = work_of_rows(masks, world_size, side="kv")
+    if offset is None or offset + mask.q_len != mask.kv_len:
+        return by_blocks(mask.kv_len, mask.kv_block, [assign_blocks(balancer, work) for work in works])
+    blocks = -(-offset // mask.kv_block)
+    owners = [assign_blocks(balancer, Work(work.costs[:blocks], world_size)) for work in works]
+    return joined(by_blocks(offset, mask.kv_block, owners), q, mask.kv_block)

@@ -192,6 +192,25 @@ def natural(lengths: Sequence[int], block: int) -> Placement:
     return recut(Placement(ends[-1], block, slots, tuple(lengths)), block)
 
 
+def joined(one: Placement, other: Placement, block: int) -> Placement:
+    """Place two sequences, the second behind the first, each rank's part of one behind that of the other.
+    block: of the whole sequence
+
+    >>> joined(natural([1, 2], 3), natural([2, 0], 2), 4).positions(0).tolist()
+    [[0, 3, 4]]
+    """
+    held = [int(slots[..., 2].sum(1).max()) for slots in one.slots]  # all batch rows hold as many
+    rows = torch.tensor(held)
+    slots = []
+    for rank, pair in enumerate(zip(one.slots, other.slots)):
+        batch = max(map(len, pair))
+        first, second = (part.expand(batch, -1, -1) for part in pair)
+        slots.append(torch.cat([first, second + torch.tensor([held[rank], one.length, 0]).int()], 1))
+    most = max(int(rows[rank]) + other.lengths[rank] for rank in range(one.world_size))
+    whole = Placement(one.length + other.length, block, tuple(slots), (most,) * one.world_size)
+    return recut(whole, block)
+
+
 def pieces(total: int, world_size: int) -> list[int]:
     """Return the lengths of natural-order pieces that differ by at most one token.
 
