@@ -30,7 +30,7 @@ author = "tritoncp contributors"
 copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 4  # anchors of headings, as GitHub makes them
 myst_enable_extensions = ["attrs_block"]

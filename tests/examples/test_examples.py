@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -191,3 +192,17 @@ def test_an_example_is_short_names_its_command_and_is_listed() -> None:
         assert len(text.splitlines()) <= 130, example
         count = RANKS.get(example.stem, 2)
         assert f"    torchrun --nproc-per-node {count} examples/{example.name}\n" in text, example
+
+
+def test_cells_of_the_tour_run_in_order_and_are_kept_without_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = json.loads((ROOT / "examples/tour.ipynb").read_text())["cells"]
+    codes = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in codes] == [[]] * len(codes)
+    variables: dict[str, Any] = {}
+    for cell in codes:
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), variables)
+    assert {owner for owner in variables["plan"].owners.flatten().tolist() if owner >= 0} == {0, 1, 2, 3}

@@ -3,6 +3,7 @@ commands and links exist; pictures are those of the blocks above them."""
 
 import ast
 import importlib.util
+import inspect
 import logging
 import os
 import re
@@ -112,6 +113,16 @@ def test_the_page_of_kernel_options_has_each_option_and_its_values() -> None:
             assert f"{numbers[0]} to {numbers[-1]}" in listed[option]
     assert listed["ROUTE"] == ", ".join(f'`"{route}"`' for route in options.ROUTES)
     assert listed["PRECISION"] == ", ".join(f'`"{precision}"`' for precision in options.PRECISIONS)
+
+
+def test_flex_attention_describes_each_argument_result_and_error() -> None:
+    """In sections that editors and the site show, after an example."""
+    text = inspect.getdoc(tritoncp.flex_attention) or ""
+    places = [text.index(f"\n{part}") for part in (">>> ", "Args:\n", "Returns:\n", "Raises:\n")]
+    assert places == sorted(places)
+    arguments = text.split("\nArgs:\n")[1].split("\nReturns:\n")[0]
+    described = re.findall(r"^    (\w+): ", arguments, re.M)
+    assert described == list(inspect.signature(tritoncp.flex_attention).parameters)
 
 
 @pytest.mark.parametrize("page", BLOCKS)

@@ -150,58 +150,80 @@ def flex_attention(
     batch_offset: int | None = None,
     expand: Sequence[Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """Flex attention over a sequence that is sharded over ``mesh``.
-
-    query: [B, Hq, S_local, D]; key: [B, Hkv, S_local, D]; value: [B, Hkv, S_local, E]: this rank's shard, in
-    natural order for a mask, in the plan's order for a Plan. bf16, fp16, fp32, or fp64 interpreted.
-
-    Called as ``(q, k, v, block_mask, mesh)`` or with torch's own arguments plus ``mesh``, which have torch's
-    meaning; masks and mods see global indices. Returns out [B, Hq, S_local, E]; with ``return_lse`` or
-    ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out has the query's
-    stride order, each gradient its tensor's, the last dimension innermost: a query that is
-    ``x.transpose(1, 2)`` of an x [B, S, H, D] gives such an out. Under autocast q, k, v are cast to its dtype
-    first, and out has that dtype. Fake and meta tensors: shapes only. ``torch.func``'s transforms raise
-    RuntimeError.
-
-    positions: global positions [S_local] or [B, S_local] of the rows, to check that the shards are in the
-    plan's order, which no shape shows (the check waits for the device).
-    sinks: [Hq], learned logits that take probability and contribute no value (:mod:`tritoncp.ops.sinks`); lse
-    then counts them, max_scores does not. There is no dropout. Raises TypeError and ValueError before any
-    tensor data moves.
-    batch_offset: index in the whole batch of the tensors' batch row 0, for micro-batches: mods get
-    b + batch_offset, and a mask or plan of the whole batch is read from that row on. None: the mask's batch
-    size is the query's or 1.
-
-    query, key, value and sinks may be DTensors over one mesh, of equal placements: heads or batch rows
-    sharded, or replicated; over ``mesh``, the sequence, for a mask or a plan in natural order. Results are
-    DTensors placed as the query. Masks and mods get the indices of the whole tensors.
-
-    ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of
-    captures of score_mod are bitwise equal in every run; all other results are so without it.
-
-    ``kernel_options={"invariant": True}``: out, lse, max_scores and dq of a row have the same bits on any
-    number of ranks, for any placement, alone and packed with documents, if each starts at a multiple of
-    the tile of keys (the mask's BLOCK_SIZE is one); under Ulysses dk and dv too, where ranks share no KV
-    head. Triton kernels only, with the built-in default tiles; schedules allgather, fetch and Ulysses.
-
-    For few query rows (up to about a hundred) and many keys, the query heads of a KV head form one tile, and
-    the keys of a row are split over as many CTAs as fill the device. ``kernel_options`` override this:
-    ``"PACK_GQA"``, True or False, and ``"SPLIT_KV"``, the number of CTAs. With ``{"PACK_GQA": False,
-    "SPLIT_KV": 1}`` and explicit tile sizes, a query cut at a block boundary gives the bits of the whole one.
-
-    expand: ``(fn, *parameters)`` for latent attention (MLA): ``key`` is a latent [B, heads, S_local, C] of
-    any C, ``value`` is None, and ``fn(latent_rows, *parameters)`` returns key [B, Hkv, rows, D] and value [B,
-    Hkv, rows, E] of these rows. Ranks send the latent; each step expands the rows that it reads, and the
-    backward pass expands them again, as :func:`torch.utils.checkpoint.checkpoint` does. Parameters are
-    tensors, lists and dicts of them, modules (``fn`` may be one), or constants; tensors get this rank's part
-    of their gradients. ``fn`` maps each row by itself and gets no positions: rotary channels are part of the
-    latent, rotated beforehand. Not under Ulysses.
+    """Flex attention over a sequence that is sharded over ``mesh``; on one device without a mesh.
 
     >>> import torch
     >>> from tritoncp import causal
     >>> q = k = v = torch.randn(1, 2, 256, 32)
     >>> flex_attention(q, k, v, causal()).shape
     torch.Size([1, 2, 256, 32])
+    >>> def alibi(score, b, h, q_idx, kv_idx):
+    ...     return score - 0.1 * (q_idx - kv_idx)
+    >>> out, lse = flex_attention(q, k, v, alibi, causal(), return_lse=True)
+    >>> lse.shape
+    torch.Size([1, 2, 256])
+
+    Arguments are torch's plus ``mesh`` and the last four, or ``(q, k, v, block_mask, mesh)``. Masks and
+    mods see global indices. There is no dropout.
+
+    Args:
+        query: [B, Hq, S_local, D], this rank's shard, in natural order for a mask, in the plan's order for
+            a Plan. bf16, fp16, fp32, or fp64 interpreted. Under autocast query, key and value are cast to
+            its dtype.
+        key: [B, Hkv, S_local, D], or the latent of ``expand``.
+        value: [B, Hkv, S_local, E]; None with ``expand``.
+        score_mod: function (score, b, h, q_idx, kv_idx) that returns the changed score, or None.
+        block_mask: mask_mod, mask, torch's BlockMask or Plan; None sees all keys.
+        scale: factor of the scores; None: D ** -0.5.
+        enable_gqa: whether Hq may be a multiple of Hkv.
+        return_lse: whether lse is returned too.
+        kernel_options: how kernels compute; the page "Kernel options" lists all. With ``{"deterministic":
+            True}``, or ``torch.use_deterministic_algorithms``, gradients of captures of score_mod are
+            bitwise equal in every run; all other results are so without it. With ``{"invariant": True}``
+            out, lse, max_scores and dq of a row have the same bits on any number of ranks, for any
+            placement, alone and packed with documents, if each starts at a multiple of the tile of keys
+            (the mask's BLOCK_SIZE is one); under Ulysses dk and dv too, where ranks share no KV head:
+            Triton kernels only, with the built-in default tiles, and the schedules allgather, fetch and
+            Ulysses. For few query rows (up to about a hundred) and many keys, the query heads of a KV head
+            form one tile, and the keys of a row are split over as many CTAs as fill the
+            device: ``"PACK_GQA"``, True or False, and ``"SPLIT_KV"``, the number of CTAs, override this. With
+            ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and explicit tile sizes, a query cut at a block boundary
+            gives the bits of the whole one.
+        return_aux: torch's AuxRequest: lse, max_scores or both are returned too.
+        mesh: DeviceMesh of one dimension or process group of the ranks that share the sequence; None: one
+            device.
+        positions: global positions [S_local] or [B, S_local] of the rows, to check that the shards are in the
+            plan's order, which no shape shows (the check waits for the device).
+        sinks: [Hq], learned logits that take probability and contribute no value
+            (:mod:`tritoncp.ops.sinks`); lse then counts them, max_scores does not.
+        batch_offset: index in the whole batch of the tensors' batch row 0, for micro-batches: mods get
+            b + batch_offset, and a mask or plan of the whole batch is read from that row on. None: the mask's
+            batch size is the query's or 1.
+        expand: ``(fn, *parameters)`` for latent attention (MLA): ``key`` is a latent [B, heads, S_local, C]
+            of any C, and ``fn(latent_rows, *parameters)`` returns key [B, Hkv, rows, D] and value [B, Hkv,
+            rows, E] of these rows. Ranks send the latent; each step expands the rows that it reads, and the
+            backward pass expands them again, as :func:`torch.utils.checkpoint.checkpoint` does. Parameters
+            are tensors, lists and dicts of them, modules (``fn`` may be one), or constants; tensors get
+            this rank's part of their gradients. ``fn`` maps each row by itself and gets no positions:
+            rotary channels are part of the latent, rotated beforehand. Not under Ulysses.
+
+    Returns:
+        out [B, Hq, S_local, E] in the dtype of the query; with ``return_lse`` or ``return_aux`` also lse
+        (natural log) and max_scores, float32 [B, Hq, S_local]. Out has the query's stride order, each
+        gradient its tensor's, the last dimension innermost: a query that is ``x.transpose(1, 2)`` of an x
+        [B, S, H, D] gives such an out. Fake and meta tensors have shapes only.
+
+    Raises:
+        TypeError: An argument is of another type; before any tensor data moves, as ValueError is.
+        ValueError: Shapes, dtypes, devices, options, masks or plans do not fit each other or those of other
+            ranks.
+        RuntimeError: State that the mask_mod reads has changed since the mask was made, another rank
+            failed, or a transform of ``torch.func`` is applied.
+
+    query, key, value and sinks may be DTensors over one mesh, of equal placements: heads or batch rows
+    sharded, or replicated; over ``mesh``, the sequence, for a mask or a plan in natural order. Results are
+    DTensors placed as the query. Masks and mods get the indices of the whole tensors.
+
     >>> latent, weight = torch.randn(1, 1, 256, 12), torch.randn(12, 2 * 64)
     >>> def expand(latent, weight):
     ...     return (latent @ weight).unflatten(-1, (2, 64)).squeeze(1).transpose(1, 2).split(32, -1)
