@@ -22,15 +22,13 @@ import tritoncp
 from tests.masks.packed_documents import cumulative
 from tests.multiprocess import ranks
 from tests.planning.test_placement import placements, random_mask
-from tritoncp import reshard, shard, unshard
+from tritoncp import Plan, full_mask, reshard, shard, unshard
 from tritoncp.core import log_lines
 from tritoncp.core.records import replace
 from tritoncp.distributed import collectives, consistency
-from tritoncp.masks.mask import full_mask
 from tritoncp.planning import moves
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import MOVABLE
-from tritoncp.planning.plan import Plan
 
 
 @st.composite

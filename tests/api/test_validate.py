@@ -18,16 +18,13 @@ import tritoncp
 from tests.masks.packed_documents import cumulative
 from tests.ops.test_expand import expand_latent, inputs
 from tests.planning.test_placement import random_mask
-from tritoncp import causal
+from tritoncp import causal, flex_attention, full_mask, make_plan
 from tritoncp.api import validate
-from tritoncp.api.attention import flex_attention
 from tritoncp.api.mask_source import Sources
 from tritoncp.api.plan_cache import plan_in_order
-from tritoncp.api.plans import make_plan
 from tritoncp.distributed import groups
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
-from tritoncp.masks import full_mask
 from tritoncp.masks.expressions import count, lengths, mask_of
 from tritoncp.mods import Untranslatable
 from tritoncp.planning.build import build

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.command_process import run_code
+from tritoncp import sliding_window
 from tritoncp.core.handles import handle_of, object_of, stand_for
-from tritoncp.masks import sliding_window
 
 
 class Thing:

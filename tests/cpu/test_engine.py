@@ -11,8 +11,8 @@ from torch import Tensor
 
 import tritoncp
 from tests.cases import Case, check
+from tritoncp import full_mask
 from tritoncp.cpu.engine import CpuEngine
-from tritoncp.masks.mask import full_mask
 from tritoncp.planning.step_tables import ForwardStep
 from tritoncp.reference.dense import dense_attention
 

@@ -18,9 +18,8 @@ import tritoncp
 from tests.api.test_parallel import FlexAttention
 from tests.multiprocess.ranks import attempt, run
 from tests.ops.test_expand import expand_latent, inputs
-from tritoncp import causal, document, flex_attention, make_plan
+from tritoncp import causal, document, flex_attention, full_mask, make_plan
 from tritoncp.distributed import consistency
-from tritoncp.masks import full_mask
 from tritoncp.planning import SCHEDULES
 
 S = 32

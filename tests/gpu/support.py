@@ -15,16 +15,8 @@ from torch import Tensor
 
 from tests.kernels.support import harness
 from tests.kernels.support.harness import QKV, Results, ScoreOf
-from tritoncp.masks import (
-    Mask,
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    full_mask,
-    prefix_lm,
-    sliding_window,
-)
+from tritoncp import Mask, and_masks, causal, document, full_mask, prefix_lm, sliding_window
+from tritoncp.masks import create_block_mask
 from tritoncp.reference.dense import allowed_error, eager_attention, largest_error
 
 ON_GPU = torch.cuda.is_available()

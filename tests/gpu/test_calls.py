@@ -26,9 +26,10 @@ from tests.gpu.support import (
     same,
     start_of,
 )
+from tritoncp import causal, full_mask, sliding_window
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
-from tritoncp.masks import causal, create_block_mask, full_mask, sliding_window
+from tritoncp.masks import create_block_mask
 from tritoncp.planning.step_tables import ForwardStep
 
 KEYS = 8 * N if ON_GPU else N

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tests.gpu.support import DEVICE, MASKS, N, block_mask, check, qkv, relative, run, same
+from tritoncp import causal
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.kernels.toolchain import fused_fault
-from tritoncp.masks import causal
 
 TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 64, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 64}
 TILES |= {"num_warps": 8, "num_stages": 2}

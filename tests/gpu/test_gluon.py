@@ -19,8 +19,8 @@ import tritoncp
 from tests.gpu.support import BF16, BLOCK, FP16, MASKS, ON_GPU, N, block_mask, documents, qkv, run, same
 from tests.gpu.support import check as compare
 from tests.kernels.support.harness import QKV, Results, over_ranks
+from tritoncp import Mask, causal, full_mask, sliding_window
 from tritoncp.kernels.tile_rules import architecture, widest_route
-from tritoncp.masks import Mask, causal, full_mask, sliding_window
 
 LONG = 4096 if ON_GPU else 2 * BLOCK
 ROUTE = {"ROUTE": "gluon"} if ON_GPU else {}

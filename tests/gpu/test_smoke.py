@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.support import BF16, FP16, MASKS, N, block_mask, check, qkv, run
-from tritoncp.masks import causal
+from tritoncp import causal
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -13,8 +13,7 @@ import torch
 
 import tritoncp
 from tests.gpu.support import BLOCK, DEVICE, ON_GPU, N, check, qkv, run
-from tritoncp import create_block_mask, document, make_plan
-from tritoncp.masks import Mask
+from tritoncp import Mask, create_block_mask, document, make_plan
 
 DELAY = 1 << 30  # cycles: half a second
 

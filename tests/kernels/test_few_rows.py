@@ -31,12 +31,11 @@ from tests.kernels.support.harness import (
     same,
     single,
 )
+from tritoncp import and_masks, causal, document, full_mask, sliding_window
 from tritoncp.kernels import engine, tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods, count_tiles
-from tritoncp.masks.closed_forms import causal, document, sliding_window
-from tritoncp.masks.mask import create_block_mask, full_mask
-from tritoncp.masks.mask_mod import and_masks
+from tritoncp.masks.mask import create_block_mask
 from tritoncp.mods import Mod
 from tritoncp.ops.executable import caches_of
 from tritoncp.planning.step_tables import ForwardStep

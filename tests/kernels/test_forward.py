@@ -9,11 +9,10 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tests.kernels.support.harness import F64, agree, check, close, cotangents, qkv, run, same
+from tritoncp import Mask, causal, full_mask, not_, sliding_window
 from tritoncp.core.records import replace
 from tritoncp.masks.block_runs import Runs
-from tritoncp.masks.closed_forms import causal, sliding_window
-from tritoncp.masks.mask import Mask, create_block_mask, full_mask
-from tritoncp.masks.mask_mod import not_
+from tritoncp.masks.mask import create_block_mask
 
 TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_M1": 16, "BLOCK_N1": 16, "BLOCK_M2": 16, "BLOCK_N2": 16}
 

@@ -14,9 +14,8 @@ from torch.nn.attention.flex_attention import AuxRequest
 import tritoncp
 from tests.masks.packed_documents import Answer
 from tests.multiprocess import ranks
-from tritoncp import causal, create_block_mask, document, flex_attention, sliding_window
+from tritoncp import Mask, causal, create_block_mask, document, flex_attention, full_mask, sliding_window
 from tritoncp.core.records import replace
-from tritoncp.masks.mask import Mask, full_mask
 from tritoncp.reference.dense import dense_attention
 
 pytestmark = pytest.mark.bits

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import tritoncp
 from tests.kernels.support.harness import F32, F64, QKV, agree, check, cotangents, qkv, run, same
-from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp import and_masks, causal, document, full_mask, sliding_window
+from tritoncp.masks import create_block_mask
 
 DIMS = [16, 24, 40, 64, 80, 96, 128, 192, 256]
 SIZES = [  # of head dims of q and v

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions
 from triton.runtime.errors import OutOfResources
 
 from tests.kernels.support.harness import check, cotangents, qkv, run, same, single
+from tritoncp import full_mask
 from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
@@ -18,7 +19,6 @@ from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import LEFT_OUT, TileRequest, check_options, choose, option_names
 from tritoncp.kernels.scores import Closure
 from tritoncp.kernels.tile_rules import PASSES, Config, default, fit, gqa_pack_factor, pieces
-from tritoncp.masks import full_mask
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
 

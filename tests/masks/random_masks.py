@@ -8,7 +8,8 @@ from torch.nn.attention import flex_attention as flex
 
 from tests.draws import few
 from tests.zoo import MASKS, Sizes
-from tritoncp.masks import ABSENT, Kind, Mask
+from tritoncp import Mask
+from tritoncp.masks import ABSENT, Kind
 
 FEW = few()
 

@@ -13,13 +13,11 @@ from torch.nn.attention import flex_attention as flex
 
 from tests.draws import few
 from tests.zoo import MASKS, Sizes
-from tritoncp import flex_attention
-from tritoncp.masks import (
-    MaskMod,
+from tritoncp import (
     and_masks,
     causal,
-    create_block_mask,
     document,
+    flex_attention,
     from_block_mask,
     not_,
     or_masks,
@@ -27,6 +25,7 @@ from tritoncp.masks import (
     sliding_window,
     tree,
 )
+from tritoncp.masks import MaskMod, create_block_mask
 from tritoncp.masks.closed_forms import Selection
 from tritoncp.masks.mask_mod import num_batch_rows
 from tritoncp.reference.dense import dense_attention

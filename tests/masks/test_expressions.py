@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton.language import cdiv
 
-from tritoncp.masks import and_masks, causal, document, not_, or_masks, prefix_lm, sliding_window
+from tritoncp import and_masks, causal, document, not_, or_masks, prefix_lm, sliding_window
 from tritoncp.masks import expressions as texts
 from tritoncp.masks.expressions import count, lengths, mask_of
 

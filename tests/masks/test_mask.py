@@ -17,18 +17,8 @@ from tests.masks.random_masks import (
     make_mask_mod,
     visible_by_definition,
 )
-from tritoncp.masks import (
-    ABSENT,
-    Kind,
-    Mask,
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    from_block_mask,
-    full_mask,
-    sliding_window,
-)
+from tritoncp import Mask, and_masks, causal, document, from_block_mask, full_mask, sliding_window
+from tritoncp.masks import ABSENT, Kind, create_block_mask
 from tritoncp.masks.classification import classify
 from tritoncp.masks.visible_keys import count_visible_keys
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import tritoncp
 from tests.multiprocess import ranks
+from tritoncp import Plan
 from tritoncp.distributed import groups
-from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import dense_attention
 
 F64 = torch.float64

@@ -25,15 +25,13 @@ from tests.distributed.test_schedules import record_requests
 from tests.multiprocess import ranks
 from tests.planning.memory_meter import drive, sent_bytes
 from tests.planning.test_placement import placements, random_mask
-from tritoncp import causal, create_block_mask, flex_attention, sliding_window
+from tritoncp import Plan, causal, create_block_mask, flex_attention, full_mask, sliding_window
 from tritoncp.chunking.eager import Eager
 from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import Ticket
-from tritoncp.masks.mask import full_mask
 from tritoncp.planning import memory
 from tritoncp.planning.build import build
-from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import dense_attention
 
 cpu_engine = pytest.mark.usefixtures("cpu_engine", "in_pieces")

@@ -13,8 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 import tritoncp
 from tests.kernels.support.harness import agree, cotangents, oracle, over_ranks, qkv
-from tritoncp import mods
-from tritoncp.api.plans import make_plan
+from tritoncp import make_plan, mods
 from tritoncp.core.records import replace
 from tritoncp.ops import call_mods
 from tritoncp.ops.call_mods import translate_mask

@@ -12,24 +12,25 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 
 from tests.planning.test_plan import masks
-from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.masks.block_runs import ABSENT, Kind, Runs
-from tritoncp.masks.prefix_tree import tree
-from tritoncp.planning.balance import (
-    assign_blocks,
+from tritoncp import (
+    Mask,
+    Plan,
+    and_masks,
     balancers,
-    contiguous,
-    head_tail,
-    locality,
-    per_document,
-    ptrr,
+    causal,
+    create_block_mask,
+    document,
+    make_plan,
+    sliding_window,
+    tree,
 )
+from tritoncp.masks.block_runs import ABSENT, Kind, Runs
+from tritoncp.planning.balance import assign_blocks, contiguous, head_tail, locality, per_document, ptrr
 from tritoncp.planning.build import build
 from tritoncp.planning.locality.branches import whole_branches
 from tritoncp.planning.locality.pieces import even_counts, loads
 from tritoncp.planning.locality.search import count_remote, even_work
 from tritoncp.planning.locality.windows import FreeBlocks
-from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem, corpus_lengths, document_lengths
 from tritoncp.planning.work import MASKED_BLOCK_COST, Work, work_of_rows
 

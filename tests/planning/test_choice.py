@@ -9,8 +9,16 @@ import torch
 
 import tritoncp
 from tests.planning.test_traffic import CASES
-from tritoncp import and_masks, balancers, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.masks import Mask
+from tritoncp import (
+    Mask,
+    and_masks,
+    balancers,
+    causal,
+    create_block_mask,
+    document,
+    make_plan,
+    sliding_window,
+)
 from tritoncp.planning import build, cost
 
 ORDERS = [*balancers, None]

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.planning.memory_meter import measure
-from tritoncp import Plan, and_masks, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.masks import Mask
+from tritoncp import Mask, Plan, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.planning.build import build
 from tritoncp.planning.memory import Shape, bytes_sent, peak, rows_of_steps
 

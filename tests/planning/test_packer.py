@@ -15,8 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tritoncp
-from tritoncp import pack_batches, pack_stream
-from tritoncp.masks.mask import Mask
+from tritoncp import Mask, pack_batches, pack_stream
 from tritoncp.planning import packer
 from tritoncp.planning.packer import MicroBatch
 

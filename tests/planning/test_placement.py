@@ -11,11 +11,10 @@ from torch import Tensor
 
 import tritoncp
 from tests.multiprocess.ranks import run
+from tritoncp import Mask, Plan, full_mask
 from tritoncp.masks.block_runs import Runs
-from tritoncp.masks.mask import Mask, full_mask
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import by_blocks, row_positions
-from tritoncp.planning.plan import Plan
 
 
 def random_mask(batch: int, rows: int, cut: int, block: int, seed: int) -> Mask:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tritoncp
 from tests.planning.test_packer import forests
 from tests.planning.test_placement import placements
-from tritoncp.planning.plan import Plan
+from tritoncp import Plan
 from tritoncp.planning.shifts import Shift, shifted_documents, shifted_tree
 
 

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from tests.cases import Case
 from tests.zoo import BALANCERS
-from tritoncp import make_plan
-from tritoncp.masks import Mask
+from tritoncp import Mask, Plan, make_plan
 from tritoncp.planning import traffic
 from tritoncp.planning.placement import row_positions
-from tritoncp.planning.plan import Plan
 
 WORLDS = (1, 3, 5)
 

@@ -14,13 +14,12 @@ from click.testing import CliRunner
 from PIL import Image
 
 import tritoncp
-from tritoncp import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp import Plan, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.cli import main
 from tritoncp.core.records import replace
 from tritoncp.planning import cost
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import by_blocks
-from tritoncp.planning.plan import Plan
 from tritoncp.planning.report import drawing
 from tritoncp.planning.report.command import check_size
 from tritoncp.planning.report.facts import PlanFacts
