@@ -11,8 +11,8 @@ py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py setup.py
 
-.PHONY: help demo mutants scorecard test test-all test-browser test-integrations test-oldest gpu docs format lint types \
-	check clean find-browser find-compiler
+.PHONY: help demo bench mutants quick scorecard test test-all test-browser test-integrations test-newest test-oldest gpu \
+	docs format lint types check clean find-browser find-compiler
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -25,10 +25,16 @@ demo: $(VENV)/.demo-ready ## train a small model on 4 ranks and on one, and comp
 pytest := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest
 
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
-	$(pytest) $(ARGS)
+	$(pytest) $(draws) $(ARGS)
+
+quick: $(VENV)/.dev-ready ## tests of plans, masks, the CPU engine and calls: before a commit
+	$(pytest) tests/planning tests/masks tests/cpu tests/api $(ARGS)
 
 scorecard: $(VENV)/.dev-ready ## the tests that prove the rows of docs/scorecard.md, and what was seen
 	$(pytest) -q -p tests.scorecard -m "bar and not nightly" $(ARGS)
+
+bench: $(VENV)/.dev-ready ## times of masks, plans, calls and the CPU engine, kept in .benchmarks (ARGS="-k mask --benchmark-compare")
+	$(pytest) -n 0 -p benchmark -o python_files='bench_*.py' --benchmark-autosave perf/benchmarks $(ARGS)
 
 mutants: $(VENV)/.mutants-ready ## change lines of the package, and run their tests (ARGS="--count 25 masks")
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m tests.mutants $(ARGS)
@@ -54,6 +60,12 @@ test-oldest: ## execute kernels that the oldest promised Triton compiles for Hop
 	$(oldest)/bin/python -m pip install -qq --disable-pip-version-check triton==3.6.0
 	OMP_NUM_THREADS=1 $(oldest)/bin/python -m pytest --compiled sm_90 tests/compiled $(ARGS)
 
+# The suite on the newest torch and Triton that it is run with, in an environment of its own. That torch has CUDA:
+# 3 GB to fetch, also for a machine without a GPU.
+newest := .venv-newest
+test-newest: ## the suite with the versions of constraints-newest.txt
+	$(MAKE) --no-print-directory VENV=$(newest) CONSTRAINTS=constraints-newest.txt test
+
 # What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, once with two threads.
 bits := tests/kernels tests/ops tests/cpu $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
 	distributed/test_schedules distributed/test_ulysses api/test_dynamo masks/test_varlen \
@@ -65,8 +77,9 @@ anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept fro
 find-compiler:
 	@command -v $(CXX) > /dev/null || { echo "make test-all needs a C++ compiler: apt-get install g++, or CXX=path"; exit 2; }
 
+test-all: draws := --hypothesis-profile=wide
 test-all: find-compiler test ## the suite, the tests marked long, and those that compare bits as on other CPUs
-	$(pytest) -m "long and not integrations and not browser" $(ARGS)
+	$(pytest) $(draws) -m "long and not integrations and not browser" $(ARGS)
 	@failed=; for machine in $(machines); do \
 		echo "+ $$machine pytest $(bits)"; \
 		env $(anew) $$machine $(py) -m pytest -q $(bits) || failed="$$failed $$machine"; \
@@ -92,18 +105,21 @@ format: $(VENV)/.dev-ready ## rewrite in the house style
 	$(bin)/ruff format $(sources)
 	$(bin)/ruff check --fix --exit-zero --quiet $(sources)
 
-lint: $(VENV)/.dev-ready ## style and likely mistakes
+lint: $(VENV)/.dev-ready ## style, likely mistakes and formatting
 	$(bin)/ruff check $(sources)
+	$(bin)/ruff format --check --quiet $(sources) || { echo "make lint: make format rewrites these files"; exit 1; }
 
 types: $(VENV)/.dev-ready ## type-check the package
-	@rm -rf build/types && mkdir -p build/types/tritoncp
-	@ln -s $(CURDIR)/tritoncp/* $(CURDIR)/kernels $(CURDIR)/perf build/types/tritoncp
+	@$(layout)
 	$(bin)/mypy
 
 check: lint types test ## what a change has to pass
 
+# Editable installs, also of environments elsewhere, point into build/__editable__.*: it stays.
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) $(others) $(oldest) build dist *.egg-info demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(others) $(newest) $(oldest) dist *.egg-info demo-out \
+		.pytest_cache .mypy_cache .ruff_cache .hypothesis
+	[ ! -d build ] || find build -mindepth 1 -maxdepth 1 ! -name '__editable__.*' -exec rm -rf {} +
 
 # Steps of the set-up, a line each.
 $(py):
@@ -117,24 +133,39 @@ $(VENV)/.torch-ready: $(CONSTRAINTS) | $(py)
 	@$(pip) $$(grep -E '^(torch|setuptools)==' $(CONSTRAINTS))
 	@touch $@
 
-install = @echo "set-up: tritoncp with what $(1) needs"; $(pip) --no-build-isolation --editable $(2)
+# Strict: type checkers follow it, and neither kernels/ nor tests/ becomes importable elsewhere. It is a tree of links to
+# files, so a module that comes or goes installs again.
+install = @echo "set-up: tritoncp with what $(1) needs"; \
+	$(pip) --no-build-isolation --config-settings editable_mode=strict --editable $(2)
+files := build/package-files
 
-$(VENV)/.demo-ready: pyproject.toml $(VENV)/.torch-ready
+$(files): FORCE
+	@mkdir -p build; find tritoncp kernels perf -name __pycache__ -prune -o -type f -print | sort > $@.new
+	@cmp -s $@.new $@ || cp $@.new $@; rm $@.new
+
+FORCE:
+
+# The package as it is installed, by links, for mypy and for the type checker of an editor.
+layout = rm -rf build/types && mkdir -p build/types/tritoncp && \
+	ln -s $(CURDIR)/tritoncp/* $(CURDIR)/kernels $(CURDIR)/perf build/types/tritoncp
+
+$(VENV)/.demo-ready: pyproject.toml $(files) $(VENV)/.torch-ready
 	$(call install,its demo,'.[demo]')
 	@touch $@
 
-$(VENV)/.docs-ready: pyproject.toml $(VENV)/.torch-ready
+$(VENV)/.docs-ready: pyproject.toml $(files) $(VENV)/.torch-ready
 	$(call install,its pages,'.[docs]')
 	@touch $@
 
-$(VENV)/.dev-ready: pyproject.toml $(VENV)/.torch-ready
+$(VENV)/.dev-ready: pyproject.toml $(files) $(VENV)/.torch-ready
 	$(call install,its tests,'.[dev]')
+	@$(layout)
 	@touch $@ $(VENV)/.demo-ready
 
 $(VENV)/.mutants-ready: pyproject.toml $(VENV)/.dev-ready
 	$(call install,its mutants,'.[mutants]')
 	@touch $@
 
-$(VENV)/.integrations-ready: pyproject.toml $(VENV)/.torch-ready
+$(VENV)/.integrations-ready: pyproject.toml $(files) $(VENV)/.torch-ready
 	$(call install,its tests,'.[test]' accelerate torchtitan transformers)
 	@touch $@

@@ -21,7 +21,9 @@ class CleanBuild(build_py):
         super().run()
 
 
-folders = find_namespace_packages(include=["kernels", "kernels.*", "perf", "perf.*"], exclude=["*.configs*"])
+folders = find_namespace_packages(
+    include=["kernels", "kernels.*", "perf", "perf.*"], exclude=["*.configs*", "perf.benchmarks"]
+)
 setup(
     packages=[*find_packages(include=["tritoncp", "tritoncp.*"]), *(f"tritoncp.{name}" for name in folders)],
     package_dir={"tritoncp.kernels": "kernels", "tritoncp.perf": "perf"},

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import logging
 
 ROOT = Path(__file__).parents[1]
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 sys.path.insert(0, str(ROOT))  # docstrings of this checkout, whatever is installed
 
 from tritoncp import __version__  # noqa: E402
@@ -28,13 +30,22 @@ author = "tritoncp contributors"
 copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 4  # anchors of headings, as GitHub makes them
 myst_enable_extensions = ["attrs_block"]
 nitpicky = False  # types of torch in signatures have no page here; links between pages are always checked
 
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "  # left out of what is copied, and so is output below prompts
+copybutton_prompt_is_regexp = True
+
 html_theme = "furo"
+html_theme_options = {
+    "source_repository": REPOSITORY,  # "edit this page" and "view source" of each page
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "footer_icons": [{"name": "Repository", "url": REPOSITORY, "html": "Repository", "class": ""}],
+}
 html_title = f"tritoncp {release}"
 html_show_sourcelink = False
 html_show_copyright = False
@@ -153,6 +164,24 @@ def leave_out_overloads(app: Sphinx, *args: Any) -> None:
         analyzer.overloads.clear()
 
 
+# Pages that became sections of others, for links from elsewhere.
+MOVED = {
+    "balance": "schedules.html#balancers-compared",
+    "checkpointing": "torch_compile.html#selective-checkpointing",
+    "environment": "commands.html#environment-variables",
+    "scaling": "schedules.html#plans-at-scale",
+    "state": "torch_compile.html#state-that-a-mask-mod-or-score-mod-reads",
+}
+
+
+def write_redirects(app: Sphinx, error: Exception | None) -> None:
+    """Write a page that leads to the new place of each page that moved."""
+    if error is None and app.builder.name == "html":
+        for page, place in MOVED.items():
+            link = f'<meta http-equiv="refresh" content="0; url={place}"><a href="{place}">moved</a>'
+            Path(app.outdir, f"{page}.html").write_text(f"<!doctype html><title>tritoncp</title>{link}\n")
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("env-before-read-docs", leave_out_overloads)
     app.connect("source-read", link_pages)
@@ -160,4 +189,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", mark_parameters)
     app.connect("autodoc-process-signature", hide_constructors)
     app.connect("doctree-read", check_addresses)
+    app.connect("build-finished", write_redirects)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""`python docs/tables.py`: the tables of docs/balance.md and docs/scaling.md.
+"""`python docs/tables.py`: the tables of docs/schedules.md.
 
 Evenness, traffic, planning time and memory of every balancer; predicted steps of packers. No attention runs:
 work and traffic are read from the plan, counted in blocks and rows.
@@ -6,6 +6,7 @@ work and traffic are read from the plan, counted in blocks and rows.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import gc
 import heapq
@@ -32,9 +33,9 @@ from tritoncp.planning.problem import Problem
 from tritoncp.planning.report.units import format_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = tuple(size * 1024 for size in (64, 128, 256, 512, 1024))  # tokens, of docs/balance.md
-WORLDS = (8, 16, 64)
-SCALES = ((1 << 20, 64), (8 << 20, 1024))  # tokens and ranks, of docs/scaling.md
+SIZES = (1 << 17, 1 << 20)  # tokens of the tables "balance"
+WORLDS = (8, 64)
+SCALES = ((1 << 20, 64), (8 << 20, 1024))  # tokens and ranks of the tables "scaling"
 SCALED = "causal", "corpus", "window4k", "prefix", "corpus-window4k"
 MIB = 1 << 20
 
@@ -56,6 +57,9 @@ STUDIED = {
     ),
 }
 EVEN = 1.02
+FITTED, FITTED_SCHEDULES = ("causal", "corpus", "window4k"), ("allgather", "ring", "fetch", "ulysses")
+LENGTHS = range(1 << 17, 1 << 24, 1 << 17)  # tokens
+FREE_BYTES = 80e9 - 16e9 - 10e9  # without the state of 8 billion parameters, MLP and fragmentation
 
 
 class Quality(NamedTuple):
@@ -129,7 +133,7 @@ def format_balance(sizes: Sequence[int], worlds: Sequence[int]) -> str:
                 rows.append([f"{size >> 10}K", str(world_size), *cells])
                 click.echo(f"{name}, {size} tokens, {world_size} ranks", err=True)
         parts += [
-            f"## {name[:1].upper()}{name[1:]}",
+            f"#### {name[:1].upper()}{name[1:]}",
             note,
             _format_table(["tokens", "ranks", *balancers], rows),
         ]
@@ -155,7 +159,7 @@ def format_scale(scales: Sequence[tuple[int, int]]) -> str:
                 rows.append([name, balancer, *figures, result.schedule])
                 click.echo(f"{name}, {tokens} tokens, {world_size} ranks, {balancer}", err=True)
         heads = ["mask", "balancer", "max/mean", "keys that travel", "plan", "most memory", "auto"]
-        title = f"## {format_tokens(tokens)} tokens on {world_size} ranks"
+        title = f"#### {format_tokens(tokens)} tokens on {world_size} ranks"
         parts += [title, _format_table(heads, rows)]
     return "\n\n".join(parts)
 
@@ -186,8 +190,29 @@ def format_python_masks(tokens: int, torch_tokens: int) -> str:
         rows.append([name, most, *figures, memory, f"{torch_seconds:.2f} s"])
         click.echo(f"{name}, {tokens} tokens", err=True)
     heads = ["mask", "intervals of a row", "mask and plan", "plan again", "most memory"]
-    title = f"## {format_tokens(tokens)} tokens, masks of Python functions"
+    title = f"#### {format_tokens(tokens)} tokens, masks of Python functions"
     return f"{title}\n\n" + _format_table([*heads, f"torch's, {format_tokens(torch_tokens)} tokens"], rows)
+
+
+def format_fit() -> str:
+    """Find the longest sequence that fits on 8 ranks of 80 GB, and format a table of masks and schedules."""
+    rows = []
+    for name in FITTED:
+        cells = []
+        for schedule in FITTED_SCHEDULES:
+            fits = bisect.bisect(
+                LENGTHS, False, key=lambda size: needed_bytes(name, size, schedule) > FREE_BYTES
+            )
+            cells.append(format_tokens(LENGTHS[fits - 1]) if fits else "–")
+            click.echo(f"{name}, {schedule}: {cells[-1]}", err=True)
+        rows.append([name, *cells])
+    return _format_table(["mask", *FITTED_SCHEDULES], rows)
+
+
+def needed_bytes(name: str, tokens: int, schedule: str, world_size: int = 8) -> float:
+    """Predict the bytes of attention and of the inputs of 32 layers of 4096 channels, on a rank."""
+    plan = build(Problem(name, tokens).block_mask(), world_size, 0, balancer="locality", schedule=schedule)
+    return plan.metrics()["backward_peak_bytes"] + 32 * tokens // world_size * 4096 * 2
 
 
 def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -419,30 +444,26 @@ def format_packers(count: int = SEQUENCES) -> str:
     )
 
 
-# The page, the word of its marks, and the table of each argument.
-TABLES: dict[str, tuple[str, str, Callable[[], str]]] = {
-    "balance": ("balance", "tables", lambda: format_balance(SIZES, WORLDS)),
-    "packers": ("balance", "packers", format_packers),
-    "scaling": (
-        "scaling",
-        "tables",
-        lambda: "\n\n".join([format_python_masks(1 << 20, 1 << 13), format_scale(SCALES)]),
-    ),
+TABLES: dict[str, Callable[[], str]] = {
+    "balance": lambda: format_balance(SIZES, WORLDS),
+    "scaling": lambda: "\n\n".join([format_python_masks(1 << 20, 1 << 13), format_scale(SCALES)]),
+    "fit": format_fit,
+    "packers": format_packers,
 }
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("table", type=click.Choice([*TABLES]))
-@click.option("--write", is_flag=True, help="Write the tables into their page instead of printing them.")
-def main(table: str, write: bool) -> None:
-    """Measure balancers or packers on one CPU core, and make the tables of docs/balance.md or
-    docs/scaling.md."""
+@click.argument("name", type=click.Choice([*TABLES]))
+@click.option(
+    "--write", is_flag=True, help="Write the tables into docs/schedules.md instead of printing them."
+)
+def main(name: str, write: bool) -> None:
+    """Measure balancers, plans and packers on one CPU core, and make tables of docs/schedules.md."""
     torch.set_num_threads(1)
-    page, word, measure = TABLES[table]
-    path: Path = ROOT / f"docs/{page}.md"
-    tables = measure()
+    path: Path = ROOT / "docs/schedules.md"
+    tables = TABLES[name]()
     if write:
-        begin, end = (f"<!-- {word}: {mark} -->" for mark in ("begin", "end"))
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         head, _, rest = path.read_text().partition(begin)
         path.write_text(f"{head}{begin}\n\n{tables}\n\n{end}{rest.partition(end)[2]}")
     else:

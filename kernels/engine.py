@@ -70,6 +70,7 @@ class TritonEngine:
     first_row: int = 0
     first_head: int = 0
     launches: Any = field(default_factory=dict, repr=False)
+    v_head_dim = None  # that of values
 
     def __post_init__(self) -> None:
         check_options(self.options, self.arch)

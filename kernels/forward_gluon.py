@@ -13,7 +13,7 @@ Unverified on GPUs, and Gluon has no interpreter.  ``tests/gpu/test_gluon.py`` n
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,6 +44,9 @@ from tritoncp.kernels.tiles import (
     stat_pointers,
     tile_pointers,
 )
+
+if TYPE_CHECKING:
+    from tritoncp.kernels.engine import TritonEngine
 
 GROUP_ROWS: gl.constexpr = gl.constexpr(64)  # of one warp group, as wgmma has it
 # 65536 registers for three groups of 128 threads: 168 a thread when the program starts, then few for the
@@ -425,7 +428,7 @@ def gluon_forward_kernel(
     )
 
 
-def launch(engine: Any, step: Any) -> Launch:
+def launch(engine: "TritonEngine", step: Any) -> Launch:
     """Prepare a step by this route, with the arguments of ``engine.forward``."""
     loops = engine.loops(step, kind="gluon")
     q_desc, _ = descriptors(step.q, GROUP_ROWS.value, (step.q.shape[3], 0))
@@ -441,7 +444,7 @@ def launch(engine: Any, step: Any) -> Launch:
     return Launch(gluon_forward_kernel, loops.grid, values, loops.config, compiled, {"maxnreg": REGISTERS})
 
 
-def obstacles(engine: Any, step: Any) -> Iterator[str]:
+def obstacles(engine: "TritonEngine", step: Any) -> Iterator[str]:
     """Reasons why a step cannot take the route in Gluon."""
     q, k, v, tables = step[:4]
     arch, dims = engine.arch or architecture(q.device), {q.shape[3], v.shape[3]}

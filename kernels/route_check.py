@@ -5,11 +5,13 @@ on this kind of GPU. The first step of each kind in a process runs by the route 
 results are compared.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.kernels.options import WRONG_ROUTE
 from tritoncp.kernels.tiles import INTERPRETED
 
+if TYPE_CHECKING:
+    from tritoncp.kernels.engine import TritonEngine
+
 COMPILED = not INTERPRETED  # the interpreter has no compiler that could be wrong
 OUT_TOLERANCE = 2  # rounding errors of the inputs' dtype, relative to the largest number of a row of out
 STATS_TOLERANCE = 1e-3  # of lse and max_scores, absolute and relative
@@ -28,7 +33,7 @@ engine_log = area_logger("engine")
 _VERDICTS: BoundedCache[Any, str] = BoundedCache(256)  # by kind of step; "" if the results agree
 
 
-def verify_route(engine: Any, launch: Callable[..., Any], step: Any) -> str | None:
+def verify_route(engine: TritonEngine, launch: Callable[..., Any], step: Any) -> str | None:
     """Compare a route with the loops at the first step of each kind. Returns None if the results agree, else
     the reason why the route must not be used. Leaves the tensors as they are.
 

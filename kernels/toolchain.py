@@ -13,7 +13,8 @@ from typing import NamedTuple
 from tritoncp.core.environment import UNSAFE_FUSED
 
 BUNDLED = "bundled with Triton"
-# Environment variables that name another ptxas: for GPUs before sm_100, and for sm_100 and newer.
+# Environment variables that name another ptxas. Triton reads the second for sm_100 and newer, since 3.9 also
+# for sm_90; `ptxas_for` asks Triton.
 PTXAS_PATHS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 # Faults of ptxas in kernels for sm_90: the first version without the fault, and the kernels that it breaks.
 HOPPER_FAULTS = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from tritoncp.perf.dashboard.compare import estimate
+from tritoncp.perf.dashboard.estimates import estimate
 from tritoncp.perf.exit_codes import InputError, NothingMeasured, PerfCommand
 from tritoncp.perf.records.history import read
 

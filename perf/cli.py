@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
@@ -15,6 +15,7 @@ from tritoncp.command_base import OutputFile, make_console
 from tritoncp.perf.bisection import bisect
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard import gate
+from tritoncp.perf.dashboard.suites import SUITE_HEAD, suite_lines
 from tritoncp.perf.exit_codes import (
     EPILOG,
     NOTHING_MEASURED,
@@ -117,17 +118,18 @@ def compare(
 ) -> None:
     """Ratio of times, AFTER over BEFORE, for each case: worst first, with a confidence interval.
 
-    BEFORE and AFTER are files, folders, commits (HEAD~1), versions of tritoncp, runs or devices. Exits with 1
+    BEFORE and AFTER are files, folders, commits (HEAD~1), branches (their newest measured commit), versions
+    of tritoncp, runs or devices. Suites are the cases of a pass, with the geometric mean. Exits with 1
     if a case is past --fail-over (its ratio is, and the interval lies above 1), fails and did not, or is not
     measured again.
 
     \b
     Examples:
       tritoncp perf compare HEAD~1 HEAD --fail-over 5%
-      tritoncp perf compare before.jsonl after.jsonl --html comparison.html
+      tritoncp perf compare main feature --html comparison.html
     """
     if html is not None:
-        from tritoncp.perf.dashboard import shell
+        from tritoncp.perf.dashboard.comparison_page import comparison_page
     try:
         sides = [_read_side(before, history, allow_new_device), _read_side(after, history)]
         devices = [{str(point.series) for point in points} for points in sides]
@@ -150,14 +152,8 @@ def compare(
             click.echo(json.dumps(gate.describe(word, error.exit_code, [reason]), indent=2))
         raise
     if html is not None:
-        rows = comparing.lines(result.comparison, result.limit)
-        page = shell.fill(
-            "comparison.html",
-            title=f"{after} against {before}",
-            result=result,
-            heads=comparing.HEAD,
-            lines=rows,
-        )
+        described = [comparing.describe_side(*side) for side in zip((before, after), sides)]
+        page = comparison_page(f"{after} against {before}", described, result)
         html.write_text(page, encoding="utf-8")
     if csv is not None:
         csv.write_text(result.as_csv(), encoding="utf-8")
@@ -166,7 +162,7 @@ def compare(
     elif markdown:
         click.echo(result.markdown(), nl=False)
     else:
-        _print_comparison(result)
+        _print_comparison(result, zip((before, after), sides))
     if result.exit_code == NOTHING_MEASURED:
         raise NothingMeasured(f"{result.reasons[0].text}: nothing is compared")
     sys.exit(result.exit_code)
@@ -186,7 +182,7 @@ def _read_side(word: str, history: Path, allow_empty: bool = False) -> list[Poin
     raise NothingMeasured(f"{word} has no measurement: nothing is compared")
 
 
-def _print_comparison(result: gate.Gate) -> None:
+def _print_comparison(result: gate.Gate, sides: Iterable[tuple[str, list[Point]]]) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -197,8 +193,15 @@ def _print_comparison(result: gate.Gate) -> None:
         bad = row.regressed(limit or 0.0)
         table.add_row(*map(Text, text), style="red" if bad else None)
     console = make_console()
+    for name, side in zip(("before", "after"), sides):
+        console.print(f"{name}: {comparing.describe_side(*side)}", markup=False)
     if comparison.rows:
         console.print(table)
+    if len(comparison.rows) > 1:
+        suites = Table(*SUITE_HEAD)
+        for text in suite_lines(comparison.suites):
+            suites.add_row(*map(Text, text))
+        console.print(suites)
     for row in comparison.rows:
         if row.why:
             console.print(f"{comparison.label(row)}: {row.why}", markup=False)
@@ -223,7 +226,13 @@ def _print_comparison(result: gate.Gate) -> None:
     default="",
     help="Where commits are linked to, as https://github.com/owner/project. [default: no links]",
 )
-def dashboard(places: tuple[Path, ...], out: Path, repo_url: str) -> None:
+@click.option(
+    "--badge",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Also write the JSON of a badge for shields.io: the number of slower cases.",
+)
+def dashboard(places: tuple[Path, ...], out: Path, repo_url: str, badge: Path | None) -> None:
     """Write a history (files and folders, by default perf/history) as one self-contained HTML page.
 
     \b
@@ -232,7 +241,7 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str) -> None:
       tritoncp perf dashboard perf/history --out dashboard.html
     """
     from tritoncp.perf.dashboard import trends
-    from tritoncp.perf.dashboard.page import page
+    from tritoncp.perf.dashboard.page import make_badge, page
 
     places = places or (HISTORY,)
     history = read(*places)
@@ -243,7 +252,10 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str) -> None:
             f"no measurement in {', '.join(map(str, places))}: `tritoncp perf run` writes there; a history "
             "elsewhere is an argument, as in `tritoncp perf dashboard FOLDER`"
         )
-    out.write_text(page(history, repo_url, trends.read_acceptances(places)), encoding="utf-8")
+    acceptances = trends.read_acceptances(places)
+    out.write_text(page(history, repo_url, acceptances), encoding="utf-8")
+    if badge is not None:
+        badge.write_text(json.dumps(make_badge(history.points, acceptances)) + "\n", encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
 
 

@@ -3,11 +3,15 @@ interpreted or executed kernels.
 
 ``pytest --compiled sm_90 tests/kernels`` compiles the kernels for an architecture and executes their PTX
 (``tritoncp.executor``) in place of interpreting their source.
+
+``pytest --plain 200`` runs a sample of the tests as a user's process would: nothing in Triton, torch or this
+package is replaced. With TRITON_INTERPRET=0 it takes those of the CPU engine, else all others.
 """
 
 import argparse
 import gc
 import importlib.util
+import itertools
 import os
 import random
 import sys
@@ -24,12 +28,16 @@ if not os.access(os.path.expanduser("~"), os.W_OK):  # Triton and tritoncp keep 
 HAS_GPU = torch.cuda.is_available()
 ROOT, ANOTHER_BLAS = str(Path(__file__).parents[1]), str(Path(__file__).with_name("another_blas"))
 PATHS = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]  # for processes that tests start
-if not HAS_GPU:
-    PATHS.insert(0, ANOTHER_BLAS)
-# Read before pytest does: Triton has to know when it is imported. Processes of pytest-xdist inherit it.
+# Read before pytest does: Triton has to know when it is imported. Processes of pytest-xdist inherit them.
 PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 PARSER.add_argument("--compiled")
-if COMPILED := PARSER.parse_known_args()[0].compiled or os.environ.get("TRITONCP_TESTS_COMPILED"):
+PARSER.add_argument("--plain")
+ARGUMENTS, _ = PARSER.parse_known_args()
+if PLAIN := ARGUMENTS.plain or os.environ.get("TRITONCP_TESTS_PLAIN"):
+    os.environ["TRITONCP_TESTS_PLAIN"] = PLAIN
+elif not HAS_GPU:
+    PATHS.insert(0, ANOTHER_BLAS)
+if COMPILED := ARGUMENTS.compiled or os.environ.get("TRITONCP_TESTS_COMPILED"):
     os.environ |= {"TRITONCP_TESTS_COMPILED": COMPILED, "TRITON_INTERPRET": "0"}
 elif not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
@@ -44,7 +52,7 @@ from tritoncp.mods.translate import triton_helpers  # noqa: E402, F401
 from tritoncp.ops import engine_factory  # noqa: E402
 from tritoncp.planning import traffic  # noqa: E402
 
-if not HAS_GPU:
+if not HAS_GPU and not PLAIN:
     from tests import exact_dot, interpreter_patches
 
     sys.path.insert(0, ANOTHER_BLAS)
@@ -55,27 +63,53 @@ if not HAS_GPU:
         interpreter_patches.install()
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-_device_constructors()  # torch lists torch.empty once, here before `poison` replaces it
+if not PLAIN:
+    _device_constructors()  # torch lists torch.empty once, here before `poison` replaces it
 # A machine with a GPU may have pytest alone: tests/gpu needs no more.
 if importlib.util.find_spec("hypothesis"):
-    import hypothesis
+    from tests import draws
 
-    hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)
-    hypothesis.settings.load_profile("tritoncp")
+    draws.register()
 
 collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if COMPILED else ["compiled"])]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--compiled", metavar="ARCH", help="execute kernels compiled for sm_80, sm_90 or sm_100")
+    parser.addoption("--plain", metavar="COUNT", help="run a sample of the tests that replaces nothing")
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out laws of Triton's interpreter where kernels are compiled."""
+    """Leave out laws of Triton's interpreter where kernels are compiled; draw the sample of ``--plain``."""
+    kept = items
     if COMPILED:
-        own = [item for item in items if item.get_closest_marker("interpreted")]
-        config.hook.pytest_deselected(items=own)
-        items[:] = [item for item in items if item not in own]
+        kept = [item for item in kept if not item.get_closest_marker("interpreted")]
+    if PLAIN:
+        kept = draw(int(PLAIN), [item for item in kept if is_plain(item)])
+    chosen = {*kept}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = kept
+
+
+def is_plain(item: pytest.Item) -> bool:
+    """Return whether a test runs on the engine of this process with nothing replaced, and compares no bits of
+    matrix products."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    runs = parameters.get("engine", "cpu" if "cpu_engine" in item.fixturenames else "kernels")
+    marked = item.get_closest_marker("bits") or item.get_closest_marker("interpreted")
+    replaces = marked or "host_copies" in item.fixturenames
+    return not replaces and runs == ("cpu" if os.environ.get("TRITON_INTERPRET") == "0" else "kernels")
+
+
+def draw(count: int, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return a sample, as many of each room as of any other while it has some, in the order of the suite."""
+    rooms: dict[str, list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda item: random.Random(item.nodeid).random()):
+        rooms.setdefault(item.nodeid.split("/")[1], []).append(item)
+    turns = [item for turn in itertools.zip_longest(*rooms.values()) for item in turn if item is not None]
+    drawn = {*turns[:count]}
+    return [item for item in items if item in drawn]
 
 
 def pytest_collection_finish() -> None:
@@ -113,17 +147,18 @@ def compiled_kernels() -> Iterator[Any]:
     assert device.faults == []
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split every all-gather into pieces, also for small tensors."""
-    monkeypatch.setattr(traffic, "SMALL", 0)
+    if not PLAIN:
+        monkeypatch.setattr(traffic, "SMALL", 0)
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill new memory with NaN or a huge integer, so that reading it before a write changes results. The
     executor of compiled kernels does so itself, and reports what reads it."""
-    if COMPILED:
+    if COMPILED or PLAIN:
         return
     for owner, name in (
         (torch, "empty"),
@@ -139,7 +174,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(name="engine", params=["cpu", "kernels"])
 def select_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test on the CPU engine and on interpreted kernels."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: request.param == "kernels")
+    if not PLAIN:
+        monkeypatch.setattr(engine_factory, "uses_triton", lambda device: request.param == "kernels")
     return request.param
 
 
@@ -147,7 +183,8 @@ def select_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test on the CPU engine, unless it asks for the fixture ``engine``: for laws that do not depend
     on the kernels. (TRITON_INTERPRET=0 would also change how Triton functions are made.)"""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    if not PLAIN:
+        monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
 
 
 @pytest.fixture

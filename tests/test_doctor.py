@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from tests.command_process import tritoncp
 from tritoncp import doctor
 from tritoncp.cli import main
+from tritoncp.kernels.toolchain import PTXAS_PATHS, ptxas_for
 
 
 def test_doctor_reports_this_process_and_its_variables_with_those_that_are_wrong(tmp_path):
@@ -28,9 +29,9 @@ def test_doctor_reports_this_process_and_its_variables_with_those_that_are_wrong
     assert "TRITONCP_CHEK is set, but is unknown" in advice
 
 
-def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> None:
-    """Simulate Hopper GPUs, without NCCL, and that TRITON_PTXAS_PATH names a ptxas of this
-    version."""
+def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> str:
+    """Simulate Hopper GPUs, without NCCL, and a ptxas of this version in the place of the one that Triton
+    uses for Hopper. Returns the variable that names it, which depends on Triton."""
     monkeypatch.setattr(doctor, "nccl_version", lambda: None)
     name = "NVIDIA H200"  # torch gives it as gcnArchName too, except on AMD
     properties = SimpleNamespace(name=name, gcnArchName=name, total_memory=1 << 37)
@@ -39,21 +40,24 @@ def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    for name in PTXAS_PATHS:
+        monkeypatch.delenv(name, raising=False)
+    variable = ptxas_for("sm_90").variable
     if ptxas:
-        monkeypatch.setenv("TRITON_PTXAS_PATH", ptxas)
+        monkeypatch.setenv(variable, ptxas)
         Path(ptxas).write_text(f"#!/bin/sh\necho 'release {version[:4]}, V{version}'\n")
         Path(ptxas).chmod(0o755)
+    return variable
 
 
 def test_doctor_names_ptxas_and_a_remedy_for_a_faulty_one(monkeypatch, tmp_path):
-    hopper(monkeypatch, path := str(tmp_path / "ptxas"))
+    variable = hopper(monkeypatch, path := str(tmp_path / "ptxas"))
     done = CliRunner().invoke(main, ["doctor", "--json"])
     report = json.loads(done.stdout)
     assert done.exit_code == 0 and report["problems"] == [], "advice is no failure"
-    assert report["ptxas"] == {"sm_90": {"version": "12.8.93", "path": path, "origin": "TRITON_PTXAS_PATH"}}
+    assert report["ptxas"] == {"sm_90": {"version": "12.8.93", "path": path, "origin": variable}}
     (line,) = report["advice"]
-    for part in ("ptxas 12.8.93", "sm_90", "nvidia-cuda-nvcc>=13.3", "set TRITON_PTXAS_PATH", "#1262"):
+    for part in ("ptxas 12.8.93", "sm_90", "nvidia-cuda-nvcc>=13.3", f"set {variable}", "#1262"):
         assert part in line
     output = "".join(CliRunner().invoke(main, ["doctor"]).output.split())
     assert path in output and "advice" in output and "".join(line.split()) in output
@@ -88,11 +92,11 @@ def test_doctor_has_no_advice_about_a_good_ptxas_or_without_a_gpu(monkeypatch, t
 
 
 def test_doctor_reports_a_path_without_a_ptxas(monkeypatch, tmp_path):
-    hopper(monkeypatch)
-    monkeypatch.setenv("TRITON_PTXAS_PATH", missing := str(tmp_path / "gone"))
+    variable = hopper(monkeypatch)
+    monkeypatch.setenv(variable, missing := str(tmp_path / "gone"))
     report = doctor.examine()
     assert report["ptxas"]["sm_90"]["origin"] == "bundled with Triton"
-    assert f"TRITON_PTXAS_PATH={missing}: this ptxas does not run" in report["advice"][0]
+    assert f"{variable}={missing}: this ptxas does not run" in report["advice"][0]
     monkeypatch.setattr(torch.version, "hip", "6.4")
     amd = SimpleNamespace(name="MI300X", gcnArchName="gfx942:sramecc+", total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: amd)

@@ -10,7 +10,7 @@ import torch
 
 from tests.cases import Case, call, dense, tensors
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "in_pieces")
 
 
 def case_of(schedule: str = "one device", **fields: Any) -> Case:

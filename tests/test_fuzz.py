@@ -18,7 +18,7 @@ from tests.cases import DTYPES, LAYOUTS, PASSES, Case, Expression, case_of, chec
 from tests.compat import torch_mods
 from tests.zoo import BALANCERS, MASKS, SCORES
 
-pytestmark = pytest.mark.filterwarnings("ignore:in natural order")
+pytestmark = [pytest.mark.filterwarnings("ignore:in natural order"), pytest.mark.usefixtures("in_pieces")]
 FACTORS: dict[str, Any] = {
     "mask": tuple(MASKS),
     "score": tuple(SCORES),
@@ -162,7 +162,7 @@ SAMPLE = settings(phases=[Phase.generate, Phase.shrink], suppress_health_check=l
 
 
 @CPU
-@settings(SAMPLE, max_examples=30)
+@settings(SAMPLE, max_examples=settings().max_examples // 2)
 @given(case=cases(longest=70))
 def test_any_case(engine: str, case: Case) -> None:
     check(case)

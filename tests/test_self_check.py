@@ -270,7 +270,7 @@ def test_a_wrong_kernel_is_named(kernel, tensors, monkeypatch):
     assert report_line.endswith(worst.removeprefix("worst: "))
 
 
-def test_without_numpy_the_error_names_the_package(monkeypatch):
+def test_the_error_names_numpy_where_it_is_missing(monkeypatch):
     version_of = doctor.installed_version
     without_numpy = {"numpy": lambda name: None}
     monkeypatch.setattr(doctor, "installed_version", lambda name: without_numpy.get(name, version_of)(name))

@@ -56,7 +56,8 @@ def find_levels(trend: Trend) -> list[float]:
 
 
 def sparkline(trend: Trend, width: int = 80, height: int = 18) -> str:
-    """Return the points of a polyline of a case's last 60 times, from the first to the newest.
+    """Return the points of a polyline of a case's last 60 times, from the first to the newest. One in twenty
+    times may be cut off at each end, so that a disturbed run does not flatten the others.
 
     >>> from tritoncp.perf.records.history import Point, Series
     >>> from tritoncp.perf.dashboard.trends import find_trend
@@ -67,10 +68,11 @@ def sparkline(trend: Trend, width: int = 80, height: int = 18) -> str:
     times = [point.ms for point in trend.points if point.ms][-60:]
     if len(times) < 2:
         return ""
-    low, span = min(times), (max(times) - min(times)) or 1.0
-    step = (width - 2) / (len(times) - 1)
+    ordered, rare = sorted(times), len(times) // 20
+    low, high = ordered[rare], ordered[-1 - rare]
+    step, scale = (width - 2) / (len(times) - 1), (height - 2) / ((high - low) or 1.0)
     return " ".join(
-        f"{1 + i * step:.0f},{height - 1 - (height - 2) * (ms - low) / span:.0f}"
+        f"{1 + i * step:.0f},{height - 1 - scale * (min(max(ms, low), high) - low):.0f}"
         for i, ms in enumerate(times)
     )
 

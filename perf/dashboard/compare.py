@@ -1,9 +1,4 @@
-"""Comparison of two sets of measurements: a ratio and its confidence interval for each case.
-
-The logarithm of a case's time is the mean over runs of the logarithms of their medians. Its variance is the
-variance between the runs; with one run, the variance of its median by order statistics (McKean and Schrader,
-Comm. Stat. B 13, 1984), which does not include the variance between runs.
-"""
+"""Comparison of two sets of measurements: a ratio and its confidence interval for each case and suite."""
 
 from __future__ import annotations
 
@@ -14,19 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tritoncp.perf.dashboard.estimates import LEVEL, estimate, format_interval, ratio_interval
+from tritoncp.perf.dashboard.suites import Suite, list_suites
 from tritoncp.perf.exit_codes import InputError
 from tritoncp.perf.records.history import BrokenLine, Point, read
-
-LEVEL = 0.95
-Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
-
-
-class Estimate(NamedTuple):
-    """An estimate of the logarithm of a time, with its variance (or None) and degrees of freedom."""
-
-    mean: float
-    variance: float | None
-    freedom: float
 
 
 class ComparedCase(NamedTuple):
@@ -62,7 +48,7 @@ class ComparedCase(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Rows, worst first, and the cases that have no row, with their device if there are several.
+    """Rows, worst first, suites, and the cases that have no row, with their device if there are several.
 
     missing: cases measured before but not after: on the same series, or on any if no series has the case
     after
@@ -74,6 +60,7 @@ class Comparison(NamedTuple):
     missing: list[str]
     new: list[str]
     absent_series: list[str]
+    suites: list[Suite]
 
     def label(self, row: ComparedCase) -> str:
         """Return the name of a row, with its device if there are several."""
@@ -109,6 +96,7 @@ def compare(before: Sequence[Point], after: Sequence[Point]) -> Comparison:
         [label(*key, several) for key in dropped if key[1] in series or key[0] not in cases],
         [label(*key, several) for key in second if key not in first],
         sorted({name for case, name in dropped if name not in series and case in cases}),
+        list_suites([(key[1], first[key], second[key]) for key in first if key in second]),
     )
 
 
@@ -135,51 +123,8 @@ def _make_row(key: tuple[str, str], before: list[Point], after: list[Point]) -> 
     )
     if why or first is None or second is None:
         return ComparedCase(*key, time_before, None if why else time_after, None, None, None, runs, why)
-    low, high = _ratio_interval(first, second)
+    low, high = ratio_interval(first, second)
     return ComparedCase(*key, time_before, time_after, math.exp(second.mean - first.mean), low, high, runs)
-
-
-def estimate(points: Sequence[Point]) -> Estimate | None:
-    """Estimate the time of a case from several runs; None if all failed.
-
-    >>> from tritoncp.perf.records.history import Series
-    >>> figures = {"ms": 2.0, "samples": [1.98, 1.99, 2.0, 2.01, 2.02] * 4}
-    >>> result = estimate([Point("r", "t", "c", Series("GPU"), {}, {"tritoncp": figures})])
-    >>> round(math.exp(result.mean), 3), round(math.sqrt(result.variance), 4)
-    (2.0, 0.0026)
-    """
-    timed_points = [point for point in points if point.ms]
-    if not timed_points:
-        return None
-    logs = [math.log(point.ms) for point in timed_points if point.ms]
-    if len(logs) > 1:
-        spread = statistics.variance(logs) / len(logs)
-        return Estimate(statistics.fmean(logs), spread, len(logs) - 1)
-    samples = timed_points[0].own.get("samples", ())
-    return Estimate(logs[0], median_variance(samples), max(1, len(samples) - 1))
-
-
-def median_variance(samples: Sequence[float]) -> float | None:
-    """Return the variance of the logarithm of the median of samples; None for too few of them."""
-    n, ordered = len(samples), sorted(samples)
-    if n < 5:
-        return None
-    # The median's interval is from here to -rank.
-    rank = max(0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1)
-    return (math.log(ordered[n - 1 - rank] / ordered[rank]) / (2 * Z)) ** 2
-
-
-def _ratio_interval(before: Estimate, after: Estimate) -> tuple[float | None, float | None]:
-    """Return the confidence interval of the ratio after over before, by Welch's degrees of freedom."""
-    if before.variance is None or after.variance is None:
-        return None, None
-    from scipy.special import stdtrit
-
-    total = before.variance + after.variance
-    parts = before.variance**2 / before.freedom + after.variance**2 / after.freedom
-    width = float(stdtrit(total**2 / parts, (1 + LEVEL) / 2)) * math.sqrt(total) if parts else 0.0
-    middle = after.mean - before.mean
-    return math.exp(middle - width), math.exp(middle + width)
 
 
 def _sort_key(row: ComparedCase) -> tuple[bool, float]:
@@ -211,7 +156,8 @@ def side(
     word: str, history: Path, tell: Callable[[BrokenLine], object] = lambda problem: None
 ) -> list[Point]:
     """Read the points of a side of a comparison. word: a file or folder; else, in the history, a commit (or a
-    name that git resolves to one), a version, a run, or a device. tell: called with every broken line
+    name that git resolves to one), a branch, whose newest measured commit is taken, a version, a run, or a
+    device. tell: called with every broken line
 
     Raises InputError with a list of the history's commits and devices.
     """
@@ -229,6 +175,7 @@ def side(
     for selection in (
         [point for point in points if word in (point.run, point.env.get("tritoncp"))],
         _select_commit(points, word),
+        _select_branch(points, word),
         [point for point in points if word.lower() in str(point.series).lower()],
     ):
         if selection:
@@ -245,12 +192,49 @@ def _select_commit(points: Sequence[Point], word: str) -> list[Point]:
     if len(word) < 4 or not set(word.lower()) <= set("0123456789abcdef+"):
         if word.startswith("-"):  # git would read it as an option
             return []
-        command = ["git", "rev-parse", "--verify", "--quiet", f"{word}^{{commit}}"]
-        try:
-            word = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "no commit"
-        except OSError:  # git is not installed
-            return []
+        word = _git("rev-parse", "--verify", "--quiet", f"{word}^{{commit}}").strip() or "no commit"
     return [point for point in points if str(point.env.get("commit", "")).startswith(word.lower())]
+
+
+def _select_branch(points: Sequence[Point], word: str) -> list[Point]:
+    """Select the points of the newest commit of a branch, along first parents, that has any."""
+    of_commits: dict[str, list[Point]] = {}
+    for point in points:
+        of_commits.setdefault(str(point.env.get("commit", "")).removesuffix("+"), []).append(point)
+    for place in ("refs/heads", "refs/remotes"):
+        for commit in _git("rev-list", "--first-parent", f"{place}/{word}", "--").split():
+            if commit in of_commits:
+                return of_commits[commit]
+    return []
+
+
+def _git(*words: str) -> str:
+    """Run git, and return what it says; nothing if it fails or is not installed."""
+    try:
+        return subprocess.run(["git", *words], capture_output=True, text=True).stdout
+    except (OSError, ValueError):  # ValueError: a zero byte in a word
+        return ""
+
+
+def describe_side(word: str, points: Sequence[Point]) -> str:
+    """Describe a side: its word, runs, commits, time and versions.
+
+    >>> from tritoncp.perf.records.history import Series
+    >>> env = {"commit": "1a2b3c4d5e6f7a8b9c0d", "torch": "2.13.0"}
+    >>> describe_side("main", [Point("r", "2026-01-02T10:00", "c", Series("d"), env, {})])
+    'main: 1 run of 1a2b3c4d5e, 2026-01-02, torch 2.13.0'
+    """
+    runs = {point.run for point in points}
+    commits = list(dict.fromkeys(str(point.env.get("commit", "no commit"))[:10] for point in points))
+    days = sorted({point.time[:10] for point in points})
+    names = ("tritoncp", "torch", "triton", "driver")
+    versions = {name: sorted({str(p.env[name]) for p in points if name in p.env}) for name in names}
+    facts = [
+        f"{len(runs)} run{'s' * (len(runs) > 1)} of {' … '.join([*commits[:1], *commits[1:][-1:]])}",
+        " … ".join([*days[:1], *days[1:][-1:]]),
+        *(f"{name} {' and '.join(found)}" for name, found in versions.items() if found),
+    ]
+    return f"{word}: {', '.join(facts)}"
 
 
 def lines(comparison: Comparison, limit: float | None) -> list[tuple[str, ...]]:
@@ -261,8 +245,7 @@ def lines(comparison: Comparison, limit: float | None) -> list[tuple[str, ...]]:
             format_time(row.before),
             format_time(row.after),
             "" if row.ratio is None else f"{100 * (row.ratio - 1):+.1f} %",
-            "unknown" if row.low is None or row.high is None
-            else f"{100 * (row.low - 1):+.1f} … {100 * (row.high - 1):+.1f} %",
+            format_interval(row.low, row.high),
             verdict(row, limit),
         )
         for row in comparison.rows

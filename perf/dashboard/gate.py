@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tritoncp.perf.dashboard.compare import HEAD, Comparison, lines, summary, verdict
+from tritoncp.perf.dashboard.suites import SUITE_HEAD, suite_lines
 from tritoncp.perf.exit_codes import BAD_INPUT, FINE, NOTHING_MEASURED, REGRESSION
 
 VERDICTS = {
@@ -56,6 +57,7 @@ class Gate(NamedTuple):
             "fail_over": self.limit,
             **self.comparison._asdict(),
             "rows": rows,
+            "suites": [suite._asdict() for suite in self.comparison.suites],
             "geomean": self.comparison.geomean,
         }
 
@@ -84,7 +86,12 @@ class Gate(NamedTuple):
         table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
         for case, *cells in lines(self.comparison, self.limit):
             table.append(f"| {_code(case)} | {' | '.join(cells)} |")
+        suites = [f"| {' | '.join(SUITE_HEAD)} |", "|---|--:|--:|--:|--:|---|"]
+        for name, *cells in suite_lines(self.comparison.suites):
+            suites.append(f"| {_code(name)} | {' | '.join(cells)} |")
         parts = [title, *reasons, *([""] if reasons else [])]
+        if len(self.comparison.rows) > 1:
+            parts += [*suites, ""]
         if not self.first_run:
             parts += [head, *table, *(["", *whys] if whys else []), "\n</details>\n"]
         text = "\n".join(parts)

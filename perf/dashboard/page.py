@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bokeh.models import ColumnDataSource, CustomJS
 
@@ -20,6 +20,9 @@ from tritoncp.perf.dashboard.case_details import commit_text, day_of, since_text
 from tritoncp.perf.dashboard.compare import group_points
 from tritoncp.perf.dashboard.trends import STATUSES, Acceptance, Change, Trend
 from tritoncp.perf.records.history import History, Point
+
+# Classes of statuses for which a badge is not green, most urgent first
+BADGE_COLOURS = {"worse": "red", "unsure": "orange"}
 
 
 class Run(NamedTuple):
@@ -54,9 +57,8 @@ class Event(NamedTuple):
 def page(history: History, repository: str = "", acceptances: Sequence[Acceptance] = ()) -> str:
     """Make the page, as HTML. repository: the web address to which commits are linked; acceptances: slower
     levels that somebody accepts"""
-    runs, lines = order_by_runs(history.points)
-    all_trends = sorted(trends.find_trends(lines, acceptances), key=lambda trend: trend.urgency)
-    families = sorted({name for points in lines for point in points for name in point.baselines()})
+    runs, all_trends = sort_trends(history.points, acceptances)
+    families = sorted({name for point in history.points for name in point.baselines()})
     points = ColumnDataSource(charts.collect_points(all_trends, runs, families))
     # The points of the selected case, which the page's script sets.
     selected = ColumnDataSource({name: [] for name in (*points.data, "x")}, name="shown")
@@ -85,6 +87,31 @@ def page(history: History, repository: str = "", acceptances: Sequence[Acceptanc
         now=now[:16],
         version=__version__,
     )
+
+
+def make_badge(points: Sequence[Point], acceptances: Sequence[Acceptance] = ()) -> dict[str, Any]:
+    """Make the JSON of a badge, as shields.io reads it from an address: how many cases fail now, are slower,
+    or may be, and since which commit, or that none is.
+
+    >>> from tritoncp.perf.records.history import Series
+    >>> make_badge([Point("r", "t", "c", Series("d"), {}, {"tritoncp": {"ms": 1.0}})])
+    {'schemaVersion': 1, 'label': 'performance', 'message': '1 first run', 'color': 'brightgreen'}
+    """
+    _, all_trends = sort_trends(points, acceptances)
+    counts = Counter((status_class(trend), _status_text(trend)) for trend in all_trends)
+    kinds = {kind for kind, _ in counts}
+    kind = next(kind for kind in (*BADGE_COLOURS, *kinds) if kind in kinds)
+    texts = [f"{count} {text}" for (of_kind, text), count in counts.items() if of_kind == kind]
+    colour = BADGE_COLOURS.get(kind, "brightgreen")
+    return {"schemaVersion": 1, "label": "performance", "message": ", ".join(texts), "color": colour}
+
+
+def sort_trends(
+    points: Sequence[Point], acceptances: Sequence[Acceptance]
+) -> tuple[dict[str, Run], list[Trend]]:
+    """Return the runs by name, in order of time, and the trends of all cases, worst first."""
+    runs, lines = order_by_runs(points)
+    return runs, sorted(trends.find_trends(lines, acceptances), key=lambda trend: trend.urgency)
 
 
 def order_by_runs(points: Sequence[Point]) -> tuple[dict[str, Run], list[list[Point]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -178,9 +178,19 @@ def run(
 
 def measure(case: HostCase, seconds: float) -> dict[str, dict[str, Any]]:
     """Measure all contenders of a case; return their figures."""
-    makers = {"mask": _mask_contenders, "plan": _plan_contenders}.get(case.which, _call_contenders)(case)
-    with cpu_engine() if case.which in CPU_PASSES else no_launches():
+    makers = list_contenders(case)
+    with surroundings(case):
         return time_interleaved(makers, WallClock(), seconds, case.rounds)
+
+
+def list_contenders(case: HostCase) -> Makers:
+    """Return by name of a contender the function that prepares one execution, which is not timed."""
+    return {"mask": _mask_contenders, "plan": _plan_contenders}.get(case.which, _call_contenders)(case)
+
+
+def surroundings(case: HostCase) -> AbstractContextManager[None]:
+    """Return the context in which a case's contenders run."""
+    return cpu_engine() if case.which in CPU_PASSES else no_launches()
 
 
 # -- contenders: functions that prepare one execution, by name

@@ -201,7 +201,7 @@ def test_numbers_of_a_graph_are_checked_when_it_runs():
 def test_a_compiled_call_gets_the_kernel_options_that_it_was_passed(monkeypatch):
     seen = []
     forward = autograd.forward_pass
-    monkeypatch.setattr(autograd, "forward_pass", lambda *args: seen.append(args[0]) or forward(*args))
+    monkeypatch.setattr(autograd, "forward_pass", lambda *args: seen.extend(args[0]) or forward(*args))
     fast = torch.compile(NUMBERS["kernel options"], backend="eager", fullgraph=True, dynamic=True)
     for n in (2, 3):
         fast(torch.randn(1, 2, S, 8), n)

@@ -28,7 +28,7 @@ from tritoncp.reference.dense import dense_attention
 
 S, HEADS, DIM = 96, 2, 8
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")
+pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 
 
 def slopes():

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -53,7 +53,6 @@ WHERE = {"dim": -3, "batch_dim": 2}
 
 
 @given(pairs(), st.sampled_from([torch.float64, torch.int64, torch.bool]))
-@settings(max_examples=80)
 def test_reshard_is_unshard_then_shard_there_and_back(case, dtype: torch.dtype) -> None:
     size, source, target = case
     world, length = tritoncp.simulate(size), (source or target).q.length
@@ -76,7 +75,6 @@ def test_reshard_is_unshard_then_shard_there_and_back(case, dtype: torch.dtype) 
 
 
 @given(pairs())
-@settings(max_examples=50)
 def test_gradients_move_back(case) -> None:
     size, source, target = case
     world, length = tritoncp.simulate(size), (source or target).q.length

@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tritoncp
+from tests.draws import few
 from tests.zoo import BALANCERS
 from tritoncp.api.trees import PackedTree, TreeEdges
 from tritoncp.reference.dense import dense_attention
@@ -140,7 +141,7 @@ def tensors(lists: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=3)
+@few(12)
 @given(
     batches, st.integers(1, 8), st.sampled_from(BALANCERS), st.sampled_from([-1, 3, 14]), st.integers(0, 99)
 )
@@ -177,7 +178,7 @@ def test_a_tree_is_one_forward_for_each_trajectory(schedule, batch, world_size, 
         torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-10)
 
 
-@settings(max_examples=25)
+@few()
 @given(batches, st.integers(1, 8), st.sampled_from([None, "ptrr", "locality"]))
 def test_edges_are_the_pairs_of_neighbours_on_paths(batch, world_size, balancer) -> None:
     """Each edge is on the one rank that holds its source, and shapes are the same on all ranks."""

@@ -51,7 +51,7 @@ def test_dual_chunk_order_is_the_loop_over_documents(case) -> None:
 
 
 @given(chunked(), st.integers(0, 2))
-def test_there_and_back(case, dim: int) -> None:
+def test_dual_chunks_and_back_are_the_same_rows(case, dim: int) -> None:
     world, lengths = case
     total, edges = sum(lengths), cumulative(lengths)
     x = torch.arange(total * 6).view(total, 2, 3).movedim(0, dim)

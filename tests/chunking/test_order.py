@@ -5,11 +5,12 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.chunking.graphs import ATEN, UNIT, Builder, names
+from tests.draws import few
 from tritoncp.chunking import order, predict_timeline
 from tritoncp.chunking.streams.node_order import CostedGraph
 from tritoncp.chunking.streams.storages import Storages, dependencies_of, has_effect
@@ -56,7 +57,7 @@ def may_follow(gm):
     return before
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@few()
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 40), share=st.floats(0.0, 1.0))
 def test_an_order_keeps_dependencies_and_memory_and_is_never_slower(seed, count, share):
     gm = random_graph(seed, count)

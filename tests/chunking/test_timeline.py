@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -183,7 +183,6 @@ def test_attention_of_chunks_takes_the_time_of_the_whole(dim):
     assert parts == sorted(set(parts)) if dim == "seq" else len(set(parts)) == 1
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 30))
 def test_bytes_alive_are_those_of_a_run(seed, count):
     """A run on meta tensors frees each value after its last use: views, items and writes share memory."""
@@ -316,7 +315,6 @@ def test_text_shows_both_streams_and_the_chunks_in_proportion():
     assert "; at most 3 MiB live" in text and text.endswith("communication |    |")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     sizes=st.lists(st.integers(0, 4), max_size=3), steps=st.lists(st.integers(0, 5), min_size=3, max_size=3)
 )

@@ -99,7 +99,7 @@ def test_chunks_of_the_batch_have_the_bits_of_a_loop(mask, by_row, rows, chunks)
     assert reports[0].live_outs == {"cat": 2, "sum": 3}
 
 
-def test_it_is_refused_by_sequence_with_the_reason():
+def test_cutting_torchs_attention_by_sequence_is_refused_with_the_reason():
     model, x = Model(Layer(None, False)).requires_grad_(False), torch.randn(4, S, WIDTH)
     mark(x, 1, 2)
     with pytest.raises(

@@ -48,6 +48,8 @@ RANKS = {
         CALL, mask=ROWS.mask, batch=2, group=1, world=2, schedule="fetch", balancer="ptrr", block=64
     ),
 }
+# In each run those whose kernels differ most; make test-all has all.
+FIRST = "causal", "everything", "documents", "no descriptors", "few rows", "split keys"
 SOME = [] if COMPILED == "sm_90" else [pytest.mark.long]  # one architecture's ranks stand for the others
 TRANSPOSED = {
     "fused": replace(CALL, options={"FUSED_BACKWARD": True}),
@@ -60,7 +62,9 @@ GLUON = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_STEP)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in FIRST)) for name in ONE_STEP]
+)
 def test_call(name: str) -> None:
     check(ONE_STEP[name])
 

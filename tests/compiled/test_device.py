@@ -1,13 +1,19 @@
 """The executor as Triton's device: faults that name source lines, seeds that keep bits, counts."""
 
+import copy
 import doctest
+import gc
 import importlib
+import sys
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.driver import driver as drivers
 
 from tests.conftest import COMPILED
 from tritoncp.executor import ExecutionFault, compiled_kernels
@@ -54,6 +60,36 @@ def test_a_fault_names_kernel_line_threads_and_tensor() -> None:
     assert "past the end of X" in str(raised.value)
 
 
+def test_kernels_that_are_dropped_later_leave_other_drivers_alone(monkeypatch: Any) -> None:
+    """Triton 3.8 and newer unload the module of a kernel that is dropped, by the driver that is active."""
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    monkeypatch.setattr(add, "device_caches", copy.copy(add.device_caches))
+    add.device_caches.clear()
+    x, out = torch.randn(2, 128)
+    with compiled_kernels(COMPILED):
+        compiled = add[(1,)](x, x, out, 128, 128)
+        compiled[1, 1, 1](x, x, out, 128, 128)  # in the form of launches with kept kernels
+    assert torch.equal(out, 2 * x)
+    dropped = weakref.ref(compiled)
+    add.device_caches.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(drivers, "_active", None)  # on a machine without a GPU: Triton finds none
+        del compiled
+        gc.collect()
+    assert dropped() is None and not raised
+
+
+def test_modules_of_a_gpu_are_unloaded_by_its_driver(monkeypatch: Any) -> None:
+    """Their kernels may be dropped while the executor runs others."""
+    unloaded: list[int] = []
+    gpu = SimpleNamespace(utils=SimpleNamespace(unload_module=unloaded.append))
+    monkeypatch.setattr(drivers, "_default", gpu)
+    with compiled_kernels(COMPILED):
+        drivers.active.utils.unload_module(7)
+    assert unloaded == [7]
+
+
 def test_faults_without_raising() -> None:
     x, out = torch.randn(100), torch.zeros(128)
     with compiled_kernels(COMPILED, raise_faults=False) as device:
@@ -69,7 +105,7 @@ def test_a_tensor_beside_another_is_out_of_bounds() -> None:
         add[(1,)](memory[:64], memory[64:], torch.empty(128), 128, 128)
 
 
-def test_what_a_launch_leaves_out_is_never_written() -> None:
+def test_elements_that_a_launch_leaves_out_are_never_written() -> None:
     """The first launch writes one half of its output, the second one reads it whole."""
     x = torch.randn(128)
     with compiled_kernels(COMPILED, raise_faults=False) as device:

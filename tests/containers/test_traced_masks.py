@@ -103,7 +103,7 @@ def test_a_mask_made_inside_is_that_of_the_run(trace):
             assert torch.equal(program(x, ids), module(x, ids)), kind
 
 
-def test_what_a_trace_cannot_make_says_what_to_do():
+def test_masks_and_plans_that_a_trace_cannot_make_say_what_to_do():
     full = Makes(lambda n, ids: tritoncp.full_mask(n, n))
     with pytest.raises(TypeError, match="call create_block_mask there, or pass block_mask=None"):
         GROWING["export"](full, x_of(), IDS)

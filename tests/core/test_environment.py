@@ -12,7 +12,7 @@ from tritoncp.core.environment import OF_OTHERS, VARIABLES
 
 
 def test_the_page_has_a_row_for_each_variable():
-    rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/environment.md").read_text(), re.MULTILINE))
+    rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/commands.md").read_text(), re.MULTILINE))
     assert {*VARIABLES, *OF_OTHERS} <= rows
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.command_process import run_code
 from tritoncp.core.handles import handle_of, object_of, stand_for
+from tritoncp.masks import sliding_window
 
 
 class Thing:
@@ -44,6 +45,14 @@ def test_an_object_that_refers_to_its_handle_is_freed_with_its_last_reference():
     gc.collect()
     with pytest.raises(RuntimeError, match="was freed"):
         object_of(copy)
+
+
+def test_a_handle_of_an_equal_object_outlives_the_first_object():
+    first = handle_of(sliding_window(5))
+    second = handle_of(sliding_window(5))
+    del first
+    gc.collect()
+    assert object_of(second) == sliding_window(5)
 
 
 FORKED = """

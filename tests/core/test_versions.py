@@ -12,8 +12,10 @@ from click.testing import CliRunner
 
 import tritoncp
 from tests.command_process import ROOT
+from tests.multiprocess import ranks
 from tritoncp.cli import main
 from tritoncp.core import versions
+from tritoncp.ops.engine_factory import warn_untested_once
 
 
 @pytest.fixture
@@ -25,9 +27,9 @@ def newer_triton(monkeypatch):
         return "3.99.0" if package == "triton" else installed(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    versions.warn_untested.cache_clear()
+    warn_untested_once.cache_clear()
     yield
-    versions.warn_untested.cache_clear()
+    warn_untested_once.cache_clear()
 
 
 def attend() -> None:
@@ -35,17 +37,34 @@ def attend() -> None:
     tritoncp.flex_attention(x, x, x, tritoncp.causal())
 
 
-def test_the_first_call_warns_once_of_a_newer_version(newer_triton):
-    with pytest.warns(UserWarning, match=r"triton 3\.99\.0 is newer than 3\.7\.1.*tritoncp check") as caught:
-        attend()
-    assert [str(warning.filename) for warning in caught if "3.99" in str(warning.message)] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        attend()
+def warnings_of(call) -> list[warnings.WarningMessage]:
+    """The warnings of a call that name a newer version."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [warning for warning in caught if "is newer than" in str(warning.message)]
+
+
+def test_the_first_call_whose_kernels_run_warns_once_of_a_newer_triton(newer_triton):
+    (warning,) = warnings_of(attend)
+    tested = re.escape(versions.NEWEST_TESTED["triton"])
+    assert re.match(rf"triton 3\.99\.0 is newer than {tested}.*tritoncp check", str(warning.message))
+    assert str(warning.filename) == __file__
+    assert not warnings_of(attend)
+
+
+@pytest.mark.usefixtures("newer_triton", "cpu_engine")
+def test_calls_without_kernels_do_not_warn_of_triton():
+    assert not warnings_of(attend)
+
+
+@pytest.mark.usefixtures("newer_triton")
+def test_rank_0_alone_warns():
+    assert ranks.run(2, lambda group: len(warnings_of(attend))) == [1, 0]
 
 
 def test_tested_versions_are_silent(recwarn):
-    versions.warn_untested.cache_clear()
+    warn_untested_once.cache_clear()
     attend()
     assert not [warning for warning in recwarn if "newer than" in str(warning.message)]
 
@@ -53,7 +72,7 @@ def test_tested_versions_are_silent(recwarn):
 def test_doctor_shows_the_tested_versions(newer_triton):
     report = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)
     assert report["newest_tested"] == versions.NEWEST_TESTED
-    assert any("triton 3.99.0 is newer than 3.7.1" in line for line in report["advice"])
+    assert any("triton 3.99.0 is newer than" in line for line in report["advice"])
     assert "tested up to" in CliRunner().invoke(main, ["doctor"]).output
 
 

@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.draws import few
 from tritoncp.cpu.tiles import PackedTile, SlotRow, TileBatch, batches_of, tiles_of
 
 KEYS = 2048
@@ -58,7 +59,6 @@ def listed(slots: list[SlotRow], kind: str) -> Tensor:
     return table
 
 
-@settings(max_examples=60, deadline=None)
 @given(slots=slot_tables(), flash=st.booleans())
 def test_tiles_cover_each_listed_pair_once_and_no_other(slots: list[SlotRow], flash: bool) -> None:
     tiles = tiles_of(slots, 0, flash, _undecided)
@@ -68,7 +68,6 @@ def test_tiles_cover_each_listed_pair_once_and_no_other(slots: list[SlotRow], fl
         torch.testing.assert_close(counts(of_kind, len(pairs)), pairs, rtol=0, atol=0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(slots=slot_tables(), flash=st.booleans())
 def test_tiles_of_a_batch_are_equal_and_have_no_row_in_common(slots: list[SlotRow], flash: bool) -> None:
     tiles = tiles_of(slots, 0, flash, _undecided)
@@ -81,7 +80,7 @@ def test_tiles_of_a_batch_are_equal_and_have_no_row_in_common(slots: list[SlotRo
         assert all(a.row + a.height <= b.row for a, b in pairwise(batch.tiles))
 
 
-@settings(max_examples=30, deadline=None)
+@few()
 @given(slots=slot_tables(), count=st.integers(1, 4), height=st.integers(1, 300))
 def test_parts_of_batches_cover_the_same_pairs(slots: list[SlotRow], count: int, height: int) -> None:
     tiles = tiles_of(slots, 0, True, _undecided)

@@ -45,11 +45,11 @@ def request_of(step: int, kind: str, rows: int, rank: int, world_size: int) -> c
     return AllToAll(torch.cat(sends), *counts, place)
 
 
-def rank_of(program: Program, rank: int, world_size: int) -> collectives.Schedule[list[Tensor]]:
+def rank_of(program: Program, rank: int, world_size: int) -> collectives.Requests[list[Tensor]]:
     """A schedule that starts each collective in order and waits for some of them late."""
     flying, results = [], []
 
-    def land(at: int) -> collectives.Schedule[None]:
+    def land(at: int) -> collectives.Requests[None]:
         step, ticket = flying.pop(at)
         place = getattr(ticket.source, "target", None)
         result = yield ticket
@@ -133,7 +133,7 @@ def test_a_sent_tensor_is_freed_by_the_wait_for_its_message(monkeypatch: pytest.
     work = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(collectives, "_start", lambda request, group: Ticket(request.x + 1, work, request))
 
-    def schedule() -> collectives.Schedule[Any]:
+    def schedule() -> collectives.Requests[Any]:
         ticket = yield AllGather(torch.zeros(1))
         sent = weakref.ref(ticket.source.x)
         result = yield ticket
@@ -147,8 +147,8 @@ def test_the_only_rank_of_a_dry_run_gets_its_own_numbers_for_all(monkeypatch: py
     assert collectives.exchange([4, 2], SimpleNamespace(size=lambda: 3)) == [[4, 2]] * 3
 
 
-def asks(*what: Any) -> Callable[[], collectives.Schedule[None]]:
-    def schedule() -> collectives.Schedule[None]:
+def asks(*what: Any) -> Callable[[], collectives.Requests[None]]:
+    def schedule() -> collectives.Requests[None]:
         for i in range(len(what)):  # `yield from what` would send the answers to the tuple
             yield what[i]
 
@@ -196,7 +196,7 @@ def test_ranks_that_ask_for_different_things_are_told(message: str) -> None:
 
 
 def test_an_error_of_one_rank_comes_out() -> None:
-    def failing() -> collectives.Schedule[None]:
+    def failing() -> collectives.Requests[None]:
         yield AllGather(ONE)
         raise KeyError("lost")
 

@@ -33,7 +33,7 @@ S, STEPS, BAD = 24, 5, 2  # rows, batches, and the batch with the fault
 SCHEDULES = ("allgather", "ring", "fetch", "ulysses")
 Fault = Callable[[dict[str, Any]], None]  # changes the arguments of the bad call, or plants an error
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")
+pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import tritoncp
 from tests.multiprocess import ranks
 from tritoncp.distributed import profiler_ranges
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")
+pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 N, WORLD = 128, 4
 # Ranges of a rank of four, under the name of the schedule, where every rank reads of every rank.
 RING = [

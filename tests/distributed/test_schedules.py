@@ -25,7 +25,7 @@ from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
 from tritoncp.planning.build import build
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for kernels
+pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")  # unless a test asks for kernels
 MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, None, 24, 24, BLOCK_SIZE=8)
 
 

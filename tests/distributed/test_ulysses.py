@@ -58,7 +58,7 @@ def trades(draw: Any) -> tuple[tuple[int, int], list[int], list[int], tuple[int,
 
 
 @given(trades())
-def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
+def test_tensors_sent_by_heads_come_back_by_tokens(drawn: Any) -> None:
     """After the exchange a rank has its heads of all tokens; back, all heads of its own tokens, multiplied by
     the number of ranks that had them."""
     (heads, kv_heads), q_rows, kv_rows, (d, e), batch = drawn

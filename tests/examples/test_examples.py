@@ -79,8 +79,8 @@ def test_layers_of_a_hybrid_model_see_their_own_mask() -> None:
 
 
 def read_checkpoint_table() -> dict[str, list[int]]:
-    """Read the table of docs/checkpointing.md: figures by the name of a way."""
-    _, _, table = (ROOT / "docs/checkpointing.md").read_text().partition("| checkpoint of each layer |")
+    """Read the table of docs/torch_compile.md: figures by the name of a way."""
+    _, _, table = (ROOT / "docs/torch_compile.md").read_text().partition("| checkpoint of each layer |")
     rows = [line.strip("|").split("|") for line in table.split("\n\n")[0].splitlines()[2:]]
     return {name.strip(): list(map(int, figures)) for name, *figures in rows}
 

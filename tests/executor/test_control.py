@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.executor.support.ptx import Array, module, run_module
+from tritoncp.executor.ptx.parse import PtxSyntaxError
 
 START = "ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;\n"
 STORE = "mad.wide.u32 %d4, %r1, 4, %d2; st.global.b32 [%d4], %r2;\n"
@@ -68,6 +69,47 @@ def test_calls() -> None:
     assert not faults
     triangle = [n * (n + 1) // 2 for n in range(600)]
     assert out.tolist() == [triangle[triangle[n]] for n in range(32)]
+
+
+DIVIDES = """
+.func (.param .align 16 .b8 both[16]) divide (.param .b32 n)
+{
+.reg .b32 %r<4>; .reg .b64 %rd<2>; .reg .pred %p<2>;
+ld.param.b32 %r1, [n];
+rem.u32 %r2, %r1, 5; div.u32 %r3, %r1, 5; cvt.u64.u32 %rd1, %r3;
+setp.eq.u32 %p1, %r2, 0;
+@%p1 bra EXACT;
+st.param.b32 [both+8], %r2; st.param.b64 [both], %rd1;
+ret;
+EXACT: st.param.b32 [both+8], 7; st.param.b64 [both], %rd1;
+ret;
+}
+"""
+
+
+def test_calls_return_structures() -> None:
+    """Triton 3.9 returns the quotient and the remainder of a large angle so."""
+    body = START
+    for source in ("%r1", "%r2"):
+        body += f"""{{ .param .b32 a; .param .align 16 .b8 b[16]; st.param.b32 [a], {source};
+        call.uni (b), divide, (a); ld.param.b32 %r2, [b+8]; ld.param.b64 %d5, [b]; }}
+        cvt.u32.u64 %r3, %d5; mad.lo.u32 %r2, %r3, 100, %r2;"""
+    out, faults = run(body + STORE + "ret;", head=DIVIDES)
+
+    def divided(n: int) -> int:
+        return n // 5 * 100 + (n % 5 or 7)
+
+    assert not faults
+    assert out.tolist() == [divided(divided(n)) for n in range(32)]
+
+
+def test_a_part_of_a_structure_has_one_width() -> None:
+    with pytest.raises(PtxSyntaxError, match=r"ld.param.b64 of a part of a parameter"):
+        run(
+            START + "{ .param .b32 a; .param .align 16 .b8 b[16]; st.param.b32 [a], %r1; "
+            "call.uni (b), divide, (a); ld.param.b64 %d5, [b+8]; } ret;",
+            head=DIVIDES,
+        )
 
 
 def test_threads_that_have_returned_are_not_waited_for() -> None:

@@ -47,6 +47,43 @@ def test_warps_of_a_warpgroup_set_the_same_registers(old: str, new: str, kind: s
     assert any(kind in f for f in got) if kind else not got, got
 
 
+ZEROS = "mad.lo.u32 %r2, %r1, 4, smem; st.shared.b32 [%r2], 0; bar.warp.sync -1;"
+FIELDS = {
+    "rank": "b32 [%d3], 0x1",
+    "global_address": "b64 [%d3], %d1",
+    "box_dim": "b32 [%d3], {at}, 8",
+    "global_dim": "b32 [%d3], {at}, 8",
+    "global_stride": "b64 [%d3], {at}, 32",
+    "element_stride": "b32 [%d3], {at}, 1",
+    "elemtype": "b32 [%d3], 0x7",
+}
+
+
+@pytest.mark.parametrize(
+    ("zeros", "modes", "left_out", "is_whole"),
+    [
+        (ZEROS, (), "", True),  # Triton 3.9 writes no interleave_layout: the memory is 0
+        ("", ("interleave_layout", "swizzle_mode", "fill_mode"), "", True),
+        ("", ("swizzle_mode", "fill_mode"), "", False),
+        (ZEROS, (), "box_dim", False),
+    ],
+)
+def test_a_tensor_map_has_every_field(
+    zeros: str, modes: tuple[str, ...], left_out: str, is_whole: bool
+) -> None:
+    body = START + zeros + "cvt.u64.u32 %d3, smem;"
+    fields = FIELDS | dict.fromkeys(modes, "b32 [%d3], 0x0")
+    for name in fields.keys() - {left_out}:
+        dims = range(2 if "{at}" in fields[name] and name != "global_stride" else 1)
+        body += "".join(
+            f"tensormap.replace.tile.{name}.shared::cta.b1024.{fields[name].format(at=at)};" for at in dims
+        )
+    body += "setp.eq.u32 %p1, %r1, 0; @%p1 tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic"
+    text = module(body + ".release.gpu.sync.aligned [%d2], [%d3], 0x80; ret;", 2, 128, 32)
+    got = [str(f) for f in run_module(text, np.zeros(64, "u4"), np.zeros(64, "u4"), threads=32)]
+    assert not got if is_whole else "a tensor map without a field" in got[0], got
+
+
 WRITES = """
 and.b32 %r2, %r1, 31; mad.wide.u32 %d3, %r2, 4, %d2; setp.lt.u32 %p1, %r1, 32; mov.b32 %r3, 7;
 @%p1 st.global.b32 [%d3], %r1;

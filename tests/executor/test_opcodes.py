@@ -35,7 +35,7 @@ from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form_of
         "vadd.s32.s32.s32",
     ],
 )
-def test_what_is_not_in_the_table_raises(opcode: str) -> None:
+def test_opcodes_that_are_not_in_the_table_raise(opcode: str) -> None:
     with pytest.raises(UnsupportedInstruction, match="has no"):
         form_of(opcode)
 

@@ -105,6 +105,7 @@ def test_gradcheck_with_a_captured_table() -> None:
 # -- programs that share a KV head --------------------------------------------------------------------
 
 
+@pytest.mark.bits
 def test_the_schedule_adds_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     x = qkv(40, heads=2, kv_heads=1)
     start = cotangents(x)

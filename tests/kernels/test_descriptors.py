@@ -28,6 +28,7 @@ def copied(x: QKV, mask: Mask) -> dict[str, bool]:
     }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("name", "n"), [*((name, 50) for name in MASKS), ("full", 64), ("mask_mod", 64)])
 def test_same_bits_as_by_pointer(name: str, n: int) -> None:
     """Two pieces of channels, padded ones, grouped heads; a sequence that ends inside a tile, or with one."""

@@ -86,7 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", MASKS)
-def test_the_answer_stays(name: str, options: str) -> None:
+def test_packed_and_split_rows_equal_dense_attention(name: str, options: str) -> None:
     """With a group of three a tile of sixteen rows holds five rows of each head and one unused row."""
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1, dtype=F64)
     right(answers(x, MASKS[name](), **OPTIONS[options]), x, MASKS[name]())
@@ -127,6 +127,7 @@ def test_a_score_mod_may_hide_all_a_program_sees() -> None:
     assert bool((got[0][:, 2] == 0).all() and (got[1][:, :, ::3] == -math.inf).all())
 
 
+@pytest.mark.bits
 def test_packed_rows_compute_what_they_would_alone() -> None:
     """Bit for bit, where the key tiles are the same, in the same order."""
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)
@@ -135,12 +136,14 @@ def test_packed_rows_compute_what_they_would_alone() -> None:
         same(answers(x, mask, PACK_GQA=True, **TILE), answers(x, mask, PACK_GQA=False, **TILE))
 
 
+@pytest.mark.bits
 def test_shared_keys_give_the_same_bits_every_time() -> None:
     x, mask = qkv(ROWS, KEYS), MASKS["window"]()
     same(answers(x, mask, SPLIT_KV=3, **TILE), answers(x, mask, SPLIT_KV=3, **TILE))
     same(answers(x, mask, SPLIT_KV=1, **TILE), answers(x, mask, **TILE))
 
 
+@pytest.mark.bits
 def test_any_strides_and_wide_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     x, mask = qkv(3, KEYS, batch=2, heads=2, kv_heads=1), MASKS["intervals"]().rows(0, 3)
     both = {"PACK_GQA": True, "SPLIT_KV": 2}

@@ -72,6 +72,7 @@ def test_a_score_mod_may_hide_whole_rows_and_leading_tiles() -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter evaluates hidden pairs too
 @pytest.mark.bar(5)
+@pytest.mark.bits  # an error of one bit in a score is one of many in its exponential
 def test_large_scores_do_not_overflow() -> None:
     x = qkv(40, dtype=F64)
     got = check(x._replace(q=x.q * 3000), create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32))
@@ -119,6 +120,7 @@ def decided(mask: Mask) -> tuple[str, bool]:
     return tables.mask, tables.window is not None
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", WINDOWS)
 def test_window_table_and_mask_mod_give_the_same_bits(name: str) -> None:
     """Whole tiles in the same order by three routes: positions alone, runs and intervals, the mask_mod."""
@@ -135,6 +137,7 @@ def test_window_table_and_mask_mod_give_the_same_bits(name: str) -> None:
         same(run(x, routed[route], start=start, **TILE), want)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("lengths", [(41, 41), (20, 50), (50, 20)], ids=str)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_routes_agree_at_ragged_ends(name: str, lengths: tuple[int, int]) -> None:

@@ -36,7 +36,7 @@ def tensors(n: int, batch: int = 1, dim: int = 64, v_dim: int = 64) -> QKV:
 
 
 @pytest.mark.long
-def test_it_compiles_as_the_table_says() -> None:
+def test_gluon_kernels_compile_as_the_table_says() -> None:
     """No spill, tiles by descriptor, products by wgmma."""
     before = resource_table.read_table()
     jobs = [step_job("gluon", "sm_90", 64), step_job("gluon", "sm_90", 128)]
@@ -91,7 +91,7 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_what_is_in_the_way_is_named(name: str) -> None:
+def test_obstacles_to_gluon_are_named(name: str) -> None:
     said, obstacles = OBSTACLES[name]
     (line,) = obstacles()
     assert said in line
@@ -99,7 +99,7 @@ def test_what_is_in_the_way_is_named(name: str) -> None:
 
 @pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (64, 128), (128, 64), (128, 128)])
 @pytest.mark.parametrize("keys", [64, 128])
-def test_nothing_is_in_the_way_of_its_dims_and_tiles(dim: int, v_dim: int, keys: int) -> None:
+def test_dims_and_tiles_of_gluon_have_no_obstacle(dim: int, v_dim: int, keys: int) -> None:
     options = {"BLOCK_N": keys, "num_stages": 2}
     assert why(tensors(512, dim=dim, v_dim=v_dim), CAUSAL, **options) == []
 
@@ -123,6 +123,6 @@ def test_a_step_that_cannot_go_this_way_goes_by_loops_and_says_so() -> None:
 
 
 @pytest.mark.interpreted
-def test_it_is_not_for_a_cpu() -> None:
+def test_gluon_is_refused_on_a_cpu() -> None:
     with pytest.raises(ValueError, match="cannot be interpreted"):
         tritoncp.flex_attention(*qkv(), kernel_options={"ROUTE": "gluon"})

@@ -25,6 +25,7 @@ def test_gradients(name: str, tma: bool) -> None:
     check(x, MASKS[name](50), FUSED_BACKWARD=True, USE_TMA=tma)
 
 
+@pytest.mark.bits
 def test_deterministic_has_the_last_word() -> None:
     x = qkv(50)
     assert engine_of(x, FUSED_BACKWARD=True).fused and not engine_of(x).fused

@@ -19,6 +19,7 @@ from tritoncp.core.records import replace
 from tritoncp.masks.mask import Mask, full_mask
 from tritoncp.reference.dense import dense_attention
 
+pytestmark = pytest.mark.bits
 LENGTH, BLOCK, DIM, BF16 = 40, 32, 16, torch.bfloat16
 AUX = AuxRequest(lse=True, max_scores=True)
 TILES = {f"BLOCK_{side}{kernel}": 16 for side in "MN" for kernel in ("", "1", "2")}  # several in a block

@@ -116,7 +116,7 @@ def scored_jobs(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *score
 
 
 @pytest.mark.long
-def test_what_learns_spills_nothing() -> None:
+def test_score_mods_that_learn_spill_nothing() -> None:
     """Learned captures, loaded and accumulated for each score, where dQ once spilled 392 bytes."""
     check("sm_90", [compile_every_run()[job] for job in scored_jobs(*LEARNS)])
 
@@ -156,7 +156,7 @@ def test_defaults_fit_odd_dims(arch: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
-def test_what_the_user_adds_may_spill_a_little(arch: str) -> None:
+def test_mask_mods_and_sizes_of_one_may_spill_a_little(arch: str) -> None:
     """A mask_mod's code takes registers of its own; sizes of one are constants to Triton."""
     check(arch, reports(arch, "bfloat16", (64, 128, 256), "mask_mod", "single", "pair"), spill=128)
 

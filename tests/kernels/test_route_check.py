@@ -85,6 +85,7 @@ def test_a_right_route_is_taken(
         close(lse, want[1], "lse")
 
 
+@pytest.mark.bits
 def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered heads lie apart in out, so launches there are not those of the verification."""
     monkeypatch.setattr(traffic, "SMALL", 0)
@@ -118,6 +119,7 @@ def lse(step: ForwardStep) -> None:
         step.lse[..., 1] += 0.05
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("damage", [one_row, forgotten, lse], ids=lambda f: f.__name__)
 def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
     x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)
@@ -185,7 +187,8 @@ def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attend("causal", score_mod=lambda s, b, h, q, kv: 2 * s) == 1
 
 
-def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.bits
+def test_a_measured_route_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured tables may come from another GPU, or another Triton."""
     x, mask = qkv(128, dtype=COARSE), MASKS["causal"](128)
     want = tritoncp.flex_attention(*x, mask)
@@ -209,6 +212,7 @@ def test_options_of_tiles_and_programs_go_before_the_measured_route() -> None:
         assert engine.TritonEngine(Mods(), 1.0, measured | setting).route == route
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "error", [CompilationError("def kernel():\n  ...", PLACE, "no such word"), RuntimeError()]
 )

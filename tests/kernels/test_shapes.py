@@ -58,6 +58,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.bar(8)
 def test_strides_do_not_matter(layout: str, engine: str) -> None:

@@ -106,6 +106,7 @@ def test_the_state_says_what_was_seen() -> None:
     assert bool((state.acc[:, :, :24] == 0).all())
 
 
+@pytest.mark.bits
 @pytest.mark.bar(14)
 def test_a_state_that_has_seen_nothing_changes_nothing() -> None:
     """A first step that no row sees anything in leaves the bits of the second alone."""
@@ -154,6 +155,7 @@ def test_gradients_added_up_over_steps_are_those_of_one(name: str) -> None:
 # -- bit for bit --------------------------------------------------------------------------------------
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 @pytest.mark.bar(11)
 def test_the_same_call_twice_gives_the_same_bits(dtype: torch.dtype) -> None:
@@ -165,6 +167,7 @@ def test_the_same_call_twice_gives_the_same_bits(dtype: torch.dtype) -> None:
     same(run(x, plan, *score, start=start), run(x, plan, *score, start=start))
 
 
+@pytest.mark.bits
 @pytest.mark.bar(11)
 def test_the_same_world_twice_gives_the_same_bits() -> None:
     world = tritoncp.simulate(3)
@@ -203,6 +206,7 @@ def chunked(x: QKV, mask: Mask, cuts: list[int], dout: Tensor, **options: int) -
 BLOCKS = {name: mask for name, mask in MASKS.items() if mask.q_len == 48}
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in BLOCKS), ("causal", torch.bfloat16)])
 def test_queries_in_chunks_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
     """Cut at Q blocks, results of a row do not depend on its neighbours. Sums over queries (dK, dV) are added

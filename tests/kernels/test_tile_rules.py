@@ -37,7 +37,7 @@ def test_every_architecture_and_dim_has_a_default(arch: str, kind: str) -> None:
             assert min(config.BLOCK_M, config.BLOCK_N) >= 16
 
 
-def test_what_goes_with_the_rules_tiles_does_not_go_with_others() -> None:
+def test_settings_for_the_rules_tiles_do_not_apply_to_other_tiles() -> None:
     """A limit on registers, a transposed product: made for tiles of one size."""
     small = TileRequest("dq", "sm_100", 64, torch.bfloat16, 128, 128)
     assert choose(small, {}).maxnreg == 256 and choose(small, {"num_stages": 3}).maxnreg == 256
@@ -78,6 +78,7 @@ def test_an_option_of_torch_without_effect_has_the_values_that_torch_takes(optio
                 check_options({prefix + option: value})
 
 
+@pytest.mark.bits
 def test_hints_change_nothing() -> None:
     flags = ("PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "OUTPUT_LOGSUMEXP")
     hints = {**dict.fromkeys(flags, True), "WRITE_DQ": False, "BACKEND": "TRITON"}
@@ -130,7 +131,7 @@ def measured(kind: str, config: Config) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-def test_what_was_measured_replaces_the_rule_and_options_replace_that(kind: str, tma: bool) -> None:
+def test_measured_tiles_replace_the_rule_and_options_replace_both(kind: str, tma: bool) -> None:
     best = Config(64, 64, 2, 4, not tma, tma)
     options = measured(kind, best)
     assert chosen(kind, options) == best
@@ -206,6 +207,7 @@ def test_options_that_do_not_fit_the_gpu_say_what_is_needed(kind: str) -> None:
         assert f"{strongest[field]}={value}" in str(error.value)
 
 
+@pytest.mark.bits
 @pytest.mark.bar(9)
 def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x = qkv(40, dim=24)

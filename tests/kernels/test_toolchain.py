@@ -213,27 +213,28 @@ def no_paths(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", CAPABILITIES)
 def test_the_default_ptxas_is_bundled_with_triton(arch, no_paths):
     used = ptxas_for(arch)
     assert used.origin == BUNDLED and "triton/backends/nvidia/bin/ptxas" in used.path
     assert len(used.version.split(".")) == 3 and used.version in str(used) and used.path in str(used)
 
 
-@pytest.mark.parametrize(
-    ("arch", "name"), [("sm_90", "TRITON_PTXAS_PATH"), ("sm_100", "TRITON_PTXAS_BLACKWELL_PATH")]
-)
-def test_a_variable_selects_another_ptxas(arch, name, no_paths, monkeypatch, tmp_path):
-    other = {"sm_90": "sm_100", "sm_100": "sm_90"}[arch]
-    monkeypatch.setenv(name, path := fake_ptxas(tmp_path))
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_a_variable_selects_another_ptxas(arch, no_paths, monkeypatch, tmp_path):
+    """Triton 3.9 assembles also for Hopper with the ptxas of Blackwell."""
+    variables = {arch: ptxas_for(arch).variable for arch in CAPABILITIES}
+    assert variables["sm_80"] == "TRITON_PTXAS_PATH" and variables["sm_100"] == "TRITON_PTXAS_BLACKWELL_PATH"
+    monkeypatch.setenv(name := variables[arch], path := fake_ptxas(tmp_path))
     assert ptxas_for(arch) == ("13.1.80", path, name)
-    assert ptxas_for(other).origin == BUNDLED
+    for other, variable in variables.items():
+        assert ptxas_for(other).origin == (name if variable == name else BUNDLED)
 
 
 @pytest.mark.parametrize("said", ["hello", "Cuda compilation tools, release 12.9"])
 def test_a_ptxas_with_a_shorter_version_is_accepted(said, no_paths, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_PTXAS_PATH", path := fake_ptxas(tmp_path, said))
-    used = ptxas_for("sm_90")
+    used = ptxas_for("sm_80")
     assert used.version == "12.9" if "12.9" in said else used.path != path
 
 
@@ -242,8 +243,8 @@ def test_a_ptxas_that_does_not_run_is_an_error_with_a_reason(no_paths, monkeypat
     path = tmp_path / "ptxas"
     path.write_text("")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(path))
-    with pytest.raises(LookupError, match="no ptxas runs for sm_90"):
-        ptxas_for("sm_90")
+    with pytest.raises(LookupError, match="no ptxas runs for sm_80"):
+        ptxas_for("sm_80")
     monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", "false")  # a program that fails
     for line, used in zip(broken_ptxas_paths(), (str(path), "false"), strict=True):
         assert f"PATH={used}: this ptxas does not run" in line

@@ -2,16 +2,15 @@
 
 import torch
 from einops import reduce, repeat
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from tests.draws import few
 from tests.zoo import MASKS, Sizes
 from tritoncp.masks import ABSENT, Kind, Mask
 
-LAWS = settings(max_examples=60, deadline=None)
-FEW = settings(max_examples=25, deadline=None)
+FEW = few()
 
 
 class MaskText:

@@ -112,6 +112,20 @@ def test_an_index_selects_the_blocks_that_it_selects_in_torch(name, index) -> No
     assert part.shape == dense.shape and torch.equal(part.to_dense(), dense)
 
 
+@pytest.mark.parametrize("name", MODS)
+def test_a_slice_of_a_torch_mask_is_taken_if_it_has_the_length_of_its_blocks(name) -> None:
+    ours, theirs = pair(name)
+    part = theirs[:, :, 1:3]
+    part.mask_mod = lambda b, h, q, kv: MODS[name](b, h, q + 64, kv)
+    if part.shape[2] == 256:  # torch 2.13 and before
+        with pytest.raises(ValueError, match=r"lists 2 rows of blocks.*give the global mask"):
+            tritoncp.from_block_mask(part)
+    else:
+        want = ours[:, :, 1:3]
+        got = tritoncp.from_block_mask(part)
+        assert got.shape == want.shape and torch.equal(got.to_dense(), want.to_dense())
+
+
 @pytest.mark.parametrize("name", ["lambda", "table"])
 @pytest.mark.parametrize("index", [1, (slice(1, 3), 1), (torch.tensor([2, 0, 1]),), (slice(None), 0, 1)])
 def test_attention_with_a_selected_mask_is_that_of_the_selected_rows(name, index) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.masks.random_masks import LAWS, geometries, kinds_maps, kinds_of_pairs
+from tests.masks.random_masks import geometries, kinds_maps, kinds_of_pairs
 from tritoncp.masks import ABSENT, Kind, Runs
 from tritoncp.masks.transposed_runs import transpose
 
@@ -21,7 +21,6 @@ STORED = pytest.mark.parametrize("make", [Runs.from_kinds, by_column], ids=["by 
 
 
 @STORED
-@LAWS
 @given(kinds_maps())
 def test_runs_keep_every_block(make, kinds: Tensor) -> None:
     runs = make(kinds)
@@ -31,7 +30,6 @@ def test_runs_keep_every_block(make, kinds: Tensor) -> None:
     assert torch.equal(masked, ((kinds == Kind.MASKED) | (kinds == Kind.BOUNDED)).sum(-1))
 
 
-@LAWS
 @given(kinds_maps())
 def test_runs_are_maximal_and_in_order(kinds: Tensor) -> None:
     runs = Runs.from_kinds(kinds)
@@ -48,7 +46,6 @@ def test_runs_are_maximal_and_in_order(kinds: Tensor) -> None:
     assert follows == len(runs.runs)
 
 
-@LAWS
 @given(kinds_maps())
 def test_transpose_swaps_rows_and_columns(kinds: Tensor) -> None:
     runs = Runs.from_kinds(kinds)
@@ -58,7 +55,6 @@ def test_transpose_swaps_rows_and_columns(kinds: Tensor) -> None:
 
 
 @STORED
-@LAWS
 @given(kinds_maps(), st.data())
 def test_take_selects_reorders_and_repeats_rows(make, kinds: Tensor, data: st.DataObject) -> None:
     runs = make(kinds)
@@ -80,7 +76,6 @@ def test_take_selects_reorders_and_repeats_rows(make, kinds: Tensor, data: st.Da
 
 
 @STORED
-@LAWS
 @given(kinds_maps(), st.data())
 def test_remap_drops_and_repeats_columns(make, kinds: Tensor, data: st.DataObject) -> None:
     runs = make(kinds)
@@ -100,7 +95,6 @@ def test_remap_drops_and_repeats_columns(make, kinds: Tensor, data: st.DataObjec
 
 
 @STORED
-@LAWS
 @given(kinds_maps(), st.data(), st.integers(1, 3))
 def test_cells_count_blocks_and_squares_unite_them(
     make, kinds: Tensor, data: st.DataObject, size: int
@@ -120,7 +114,6 @@ def test_cells_count_blocks_and_squares_unite_them(
 
 
 @STORED
-@LAWS
 @given(kinds_maps())
 def test_expand_repeats_batch_and_heads(make, kinds: Tensor) -> None:
     one = make(kinds[:1, :1])
@@ -128,7 +121,6 @@ def test_expand_repeats_batch_and_heads(make, kinds: Tensor) -> None:
     assert make(kinds[:, :1]).expand(kinds.shape[0], 2) == Runs.from_kinds(kinds[:, :1].repeat(1, 2, 1, 1))
 
 
-@LAWS
 @given(geometries(), st.integers(0, 999), st.sampled_from([1, 4, 40]))
 def test_intervals_list_the_blocks_they_touch(geometry, seed: int, longest: int) -> None:
     """Intervals in any order and with gaps between them; blocks are counted pair by pair."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
@@ -41,7 +41,6 @@ BOOLEANS = (
     "({} & {})", "({} | {})", "(~{})", "({} ^ {})", "torch.where({}, {}, {})", "({} & (q >= kv))",
     "torch.logical_and({}, {i} + 0 * q)", "({} & (q > {n}))",
 )  # fmt: skip
-LAW = settings(max_examples=60, deadline=None)
 
 
 @st.composite
@@ -108,7 +107,6 @@ def check_blocks(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@LAW
 @given(
     expressions(),
     st.integers(1, LENGTH),
@@ -272,7 +270,6 @@ def decide_tiles(mod, tiles: Tensor) -> list[tuple[tuple[bool, bool], tuple[bool
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch.isin has no batching rule
-@LAW
 @given(expressions(), st.integers(0, 999))
 def test_no_decided_tile_is_decided_wrongly(expression: MaskText, seed: int) -> None:
     """Compare with every pair of the tile, for tiles of any size and position."""

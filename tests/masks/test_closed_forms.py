@@ -4,13 +4,14 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as flex
 
+from tests.draws import few
 from tests.zoo import MASKS, Sizes
 from tritoncp import flex_attention
 from tritoncp.masks import (
@@ -32,8 +33,7 @@ from tritoncp.reference.dense import dense_attention
 
 N = 48  # tokens every drawn closed form covers
 CLOSED_FORMS = ("causal", "window", "documents", "causal documents of rows", "prefix", "trees")
-LAWS = settings(max_examples=40, deadline=None)
-FEW = settings(max_examples=15, deadline=None)
+FEW = few()
 
 
 @st.composite
@@ -87,7 +87,6 @@ GAP = or_masks(Selection(sliding_window(1, 0), start=9), sliding_window(1, 0))
 TOUCH = and_masks(Selection(sliding_window(0, -1), start=1), causal())  # keys from q + 1 on, and up to q
 
 
-@LAWS
 @example(mod=GAP, q_len=20, kv_len=40)
 @example(mod=TOUCH, q_len=9, kv_len=9)
 @example(mod=sliding_window(0, 0), q_len=9, kv_len=5)  # query 5 is beyond the last key by one
@@ -104,7 +103,6 @@ def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
         assert bool((((lo >= 0) & (lo < hi) & (hi <= kv_len)) | ((lo == 0) & (hi == 0))).all())
 
 
-@LAWS
 @example(one=DESCENDING, two=causal(), q_len=N, kv_len=N)
 @given(simple_forms(), simple_forms(), lengths, lengths)
 def test_there_are_intervals_wherever_there_can_be(
@@ -136,7 +134,6 @@ def test_a_prefix_has_the_batch_rows_of_its_tensor(prefix: int | Tensor, rows: i
     assert num_batch_rows(prefix_lm(prefix)) == rows
 
 
-@LAWS
 @given(st.lists(st.tuples(st.integers(-1, 9), st.integers(-1, 9)), min_size=1, max_size=3), lengths, lengths)
 def test_windows_are_the_mask(windows: list[tuple[int, int]], q_len: int, kv_len: int) -> None:
     mod = and_masks(*(sliding_window(*w) for w in windows))

@@ -11,7 +11,6 @@ from torch.nn.attention import flex_attention as flex
 
 from tests.masks.random_masks import (
     FEW,
-    LAWS,
     assert_same_lists,
     at_pairs,
     geometries,
@@ -134,7 +133,7 @@ def test_the_mask_mod_is_evaluated_in_masked_blocks_in_range_only() -> None:
     assert mask.interval[1].tolist() == [[list(range(1, 38))]]
 
 
-def test_without_a_mask_mod_partial_blocks_are_full() -> None:
+def test_partial_blocks_are_full_without_a_mask_mod() -> None:
     num, indices = torch.full((1, 1, 2), 2, dtype=torch.int32), torch.tensor([[[[2, 0, 1], [1, 0, 2]]]]).int()
     mask = from_block_mask(flex.BlockMask.from_kv_blocks(num, indices, BLOCK_SIZE=4, seq_lengths=(8, 10)))
     assert mask.runs.to_kinds().tolist() == [[[[1, 3, 2], [1, 1, 3]]]]
@@ -143,7 +142,6 @@ def test_without_a_mask_mod_partial_blocks_are_full() -> None:
 
 
 @given(geometries())
-@LAWS
 def test_full_mask_shows_everything(geometry) -> None:
     q_len, kv_len, *block = geometry
     mask = full_mask(q_len, kv_len, 2, 3, tuple(block))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
@@ -84,7 +84,6 @@ def mask_texts(draw: st.DrawFn) -> MaskText:
     return MaskText(expression(2), captures)
 
 
-@settings(max_examples=150, deadline=None)
 @given(mask_texts())
 def test_drawn_masks_have_torchs_blocks_and_exact_intervals(drawn: MaskText) -> None:
     sizes = B, H, ROWS, KEYS

@@ -29,6 +29,12 @@ import torch.distributed as dist
 
 from tritoncp.core.process_environment import use_loopback_interface
 
+if not torch.cuda.is_available():
+    # The first backward pass of a process starts a thread for each device, and its forks may then run none. A
+    # torch with CUDA counts devices on a machine without them once there was a fake tensor, which tests make;
+    # before that, here, it counts none.
+    torch.ones((), requires_grad=True).backward()
+
 
 class RankFailed(AssertionError):
     """Raised where a rank died or did not answer in time."""

@@ -211,15 +211,18 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool, dty
     assert attention_seconds(gm, by_plans=False) == pytest.approx(both, rel=1e-6)
 
 
-def test_chunks_that_share_keys_compute_and_take_what_the_whole_does() -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(("allgather", "causal", True, torch.float64), marks=pytest.mark.long),
+        pytest.param(("fetch", "causal", False, torch.bfloat16), marks=pytest.mark.long),
+        ("fetch", "documents", True, torch.float64),
+    ],
+    ids=["all keys", "fetched", "fetched by batch row"],
+)
+def test_chunks_that_share_keys_compute_and_take_what_the_whole_does(case: Any) -> None:
     """Where each batch row, or all batch rows together, fetch keys, and with all keys on each rank."""
-
-    def work(group: Any) -> None:
-        share_one_exchange(group, "allgather", "causal", True, torch.float64)
-        share_one_exchange(group, "fetch", "causal", False, torch.bfloat16)
-        share_one_exchange(group, "fetch", "documents", True, torch.float64)
-
-    ranks.run(2, work)
+    ranks.run(2, share_one_exchange, *case)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------
@@ -227,15 +230,19 @@ def test_chunks_that_share_keys_compute_and_take_what_the_whole_does() -> None:
 SAVED = (None, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 COMPUTED_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 PARTITIONS = (min_cut_rematerialization_partition, default_partition)
+CHECKPOINTS = [*product((*SAVED, *COMPUTED_AGAIN), PARTITIONS)]
 
 
-def run_passes(gm: GraphModule, partition: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Partition a joint graph of one result, whose gradient is its last input, and run both passes."""
+def run_passes(gm: GraphModule, partition: Any, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Partition a joint graph of one result, whose gradient is its last input, and run both passes. Return
+    the results, and the tensors other than inputs that the first pass keeps for the second."""
     forward, backward = partition(gm, None, num_fwd_outputs=1)
     out, *kept = forward(*tensors[:-1])
     names = [node.name for node in forward.graph.output_node().args[0][1:]]
     values = {**dict(zip(names, kept, strict=True)), "tangents_1": tensors[-1]}
-    return [out, *backward(*(values[x.name] for x in backward.graph.find_nodes(op="placeholder")))]
+    results = [out, *backward(*(values[x.name] for x in backward.graph.find_nodes(op="placeholder")))]
+    inputs = {id(x) for x in tensors}
+    return results, [x for x in kept if isinstance(x, Tensor) and x.ndim and id(x) not in inputs]
 
 
 def sines_attend(plan: Any, group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -246,11 +253,11 @@ def sines_attend(plan: Any, group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     return out, *torch.autograd.grad(out, leaves, grad)
 
 
-def compute_again(group: Any) -> None:
+def compute_again(group: Any, cases: Any) -> None:
     """Compare one attention in chunks that a checkpoint has, by policy and partitioner, with the whole one:
     results, and messages."""
     generator = torch.Generator().manual_seed(1)
-    for at, (policy, partition) in enumerate(product((*SAVED, *COMPUTED_AGAIN), PARTITIONS)):
+    for at, (policy, partition) in enumerate(cases):
         schedule = ("fetch", "allgather", "allgather")[at % 3]
         plan = make_plan(create_block_mask(causal(), 1, 1, S, S), group, schedule=schedule)
         whole = (torch.randn(B, 2, S, 8, generator=generator) for _ in range(4))
@@ -265,11 +272,19 @@ def compute_again(group: Any) -> None:
                 node.meta |= {"recompute": policy, "ac_graph_id": 1}
         chunk(gm, "", dim="seq", chunks=CHUNKS)
         with Messages(group) as messages:
-            got = run_passes(gm, partition, tensors)
+            got, kept = run_passes(gm, partition, tensors)
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other)
         assert messages.count == 3 + (policy in COMPUTED_AGAIN), (policy, partition)
+        rows = tensors[0].shape[2] // CHUNKS
+        assert policy not in COMPUTED_AGAIN or all(x.shape[2] == rows for x in kept), (policy, partition)
 
 
-def test_attention_that_a_checkpoint_computes_again_sends_its_keys_once_more():
-    ranks.run(2, compute_again)
+@pytest.mark.parametrize(
+    "cases",
+    [CHECKPOINTS[1::5], pytest.param(CHECKPOINTS, marks=pytest.mark.long)],
+    ids=["some policies", "all policies"],
+)
+def test_attention_that_a_checkpoint_computes_again_sends_its_keys_once_more(cases):
+    """The checkpoint keeps rows of chunks alone: no keys of all chunks, or of other ranks."""
+    ranks.run(2, compute_again, cases)

@@ -100,6 +100,7 @@ def run_tensor_parallel(group: Any) -> Any:
     return got, want, reports[0].live_outs
 
 
+@pytest.mark.long
 def test_tensor_parallel_layers_are_cut_and_sum_the_tokens_of_a_chunk_between_ranks():
     for got, want, joined in ranks.run(2, run_tensor_parallel):
         assert all(map(torch.equal, got, want))
@@ -119,7 +120,7 @@ def run_sequence_parallel(group: Any, dim: str) -> Any:
     return got, want
 
 
-@pytest.mark.parametrize("dim", ["batch", "seq"])
+@pytest.mark.parametrize("dim", [pytest.param("batch", marks=pytest.mark.long), "seq"])
 def test_chunks_of_sequence_parallel_layers_gather_their_rows(dim):
     for got, want in ranks.run(2, run_sequence_parallel, dim):
         assert all(map(torch.equal, got, want)) and len(got) == 6

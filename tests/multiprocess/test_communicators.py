@@ -18,7 +18,7 @@ from tests.multiprocess.case_on_ranks import on_rank
 from tests.multiprocess.ranks import run
 from tritoncp.distributed import collectives, failures, groups
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")
+pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 CUDA = torch.device("cuda", 0)
 CASE = Case(("window", 12), balancer="ptrr", heads=4, block=4)  # some ranks are idle in some turns of a ring
 SCHEDULES = {"allgather": 3, "ring": 3, "fetch": 3, "ulysses": 3, "ulysses+ring": 4}

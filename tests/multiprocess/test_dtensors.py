@@ -27,7 +27,7 @@ from tritoncp.reference.dense import dense_attention
 B, HEADS, KV_HEADS, S, DIM, BLOCK = 2, 4, 2, 64, 8, 16
 OVER_TP = {"heads": Shard(1), "batch": Shard(0), "replicated": Replicate()}
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")
+pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 
 
 def tensors():

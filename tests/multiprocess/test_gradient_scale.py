@@ -26,7 +26,7 @@ SIZE, HEADS, DIM, VOCABULARY = 64, 2, 8, 32
 LABELS = (64, 9)  # labels of each text that count: a mean of means would differ
 COUNT = sum(LABELS)
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")
+pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 
 
 class Model(nn.Module):

@@ -24,7 +24,7 @@ from tritoncp.reference.dense import dense_attention
 
 S = 32
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")
+pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 
 
 def mask_of(mod: Any = None) -> tritoncp.Mask:

@@ -1,7 +1,8 @@
 """Mutation testing: `make mutants` changes 100 places of each module and runs the tests of each place.
 
 A mutant is killed if a test that runs its line fails, or takes too long. Tests run in copies of the checkout,
-by processes that have imported torch and fork for each mutant. docs/scorecard.md has the last score.
+by processes that have imported torch and fork for each mutant. Survivors are printed: each needs a law,
+unless it changes no result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import signal
 import sys
 import tempfile
 import time
-import tomllib
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.mutants.lines import choose_tests, measure_lines, read_measured
-from tests.mutants.sample import MODULES, ROOT, Mutant, copy_checkout, draw_mutants, list_mutants
+from tests.mutants.sample import MODULES, Mutant, copy_checkout, draw_mutants
 
-GOAL = 0.95
+GOAL = 0.85  # of all mutants: about one in ten changes no result
 MOST_BYTES = 8 << 30  # of each process that runs tests: a mutant may allocate without end
 COLLECTION_SECONDS = 300  # in which pytest collects the tests of a mutant
 HEAVY = ("torch._dynamo", "torch.distributed", "torch.nn.attention.flex_attention", "triton.language")
@@ -41,12 +41,6 @@ class Result(NamedTuple):
     changed: str
     tests: int
     failure: str
-
-    def is_among(self, named: set[tuple[str, str, str]]) -> bool:
-        """Return whether it is one of some mutants, see :func:`read_harmless`."""
-        path, text = self.mutant.path, self.mutant.text
-        parts = [(a, b) for of, a, b in named if not of and a in text and text.replace(a, b) == self.changed]
-        return bool(parts) or (path, text, self.changed) in named
 
     def describe(self) -> str:
         place = f"{self.mutant.path}:{self.mutant.line}"
@@ -135,31 +129,15 @@ def find_failing(tests: list[str]) -> set[str]:
     return failing
 
 
-def read_harmless() -> set[tuple[str, str, str]]:
-    """Read the mutants named harmless: path, line and changed line; for mutants of any file "", a part of a
-    line and the changed part. Report the entries whose mutant does not exist."""
-    entries = tomllib.loads(Path(__file__).with_name("harmless.toml").read_text())["harmless"]
-    named, existing = {(entry.get("path", ""), entry["line"], entry["mutant"]) for entry in entries}, set()
-    for path in {path for path, _, _ in named if (ROOT / path).is_file()}:
-        texts, source = {text for other, text, _ in named if other == path}, (ROOT / path).read_text()
-        existing |= {(path, x.text, x.change(source)[1]) for x in list_mutants(path) if x.text in texts}
-    for path, _, changed in sorted(x for x in named - existing if x[0]):
-        print(f"harmless.toml names a mutant that does not exist: {path}: {changed}")
-    return named
-
-
 def report(results: dict[str, list[Result]]) -> float:
     """Print survivors and the score of each module; return the whole score."""
-    rows, killed, counted, harmless = [], 0, 0, read_harmless()
+    rows, killed, counted = [], 0, 0
     for module, of_module in results.items():
         survivors = sorted(x for x in of_module if not x.failure)
-        unexplained = [x for x in survivors if not x.is_among(harmless)]
-        for x in unexplained:
-            print(x.describe())
+        print(*(x.describe() for x in survivors), sep="\n")
         dead, late = len(of_module) - len(survivors), sum(x.failure == "time" for x in of_module)
-        total = dead + len(unexplained)
-        rows.append(f"{module:12} {dead} of {total} killed ({late} late), {len(of_module) - total} harmless")
-        killed, counted = killed + dead, counted + total
+        rows.append(f"{module:12} {dead} of {len(of_module)} killed ({late} late)")
+        killed, counted = killed + dead, counted + len(of_module)
     print(*rows, f"score: {killed} of {counted} = {killed / max(counted, 1):.1%}, goal {GOAL:.0%}", sep="\n")
     return killed / max(counted, 1)
 

@@ -12,7 +12,7 @@ from tritoncp import causal, create_block_mask, document, make_plan, simulate
 S = 32
 LOW = torch.bfloat16
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")
+pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 
 
 def qkv(*dtypes: torch.dtype) -> list[torch.Tensor]:

@@ -46,6 +46,6 @@ def test_the_commit_that_made_a_case_slower_is_found(repository):
         (("HEAD~3", "HEAD"), "other", 2, "wrote no time of other"),
     ],
 )
-def test_what_cannot_be_bisected_is_an_error(ends, case, code, message, repository):
+def test_a_range_that_cannot_be_bisected_is_an_error(ends, case, code, message, repository):
     result = perf("bisect", *ends, "--case", case, "--runs", "1", "--command", COMMAND)
     assert result.exit_code == code and message in result.output, result.output

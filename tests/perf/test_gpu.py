@@ -67,7 +67,7 @@ def test_a_part_that_hangs_ends_with_its_time(tmp_path):
     assert "check: out of time" in output and any("fwd_maxnreg" in command for command in commands)
 
 
-def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path):
+def test_make_gpu_runs_nothing_without_a_gpu_and_says_so(tmp_path):
     code, _, commands = make_gpu(tmp_path, NO_GPU="1")
     assert code and not commands
 

@@ -34,7 +34,7 @@ def measured(monkeypatch) -> list[str]:
     signal.signal(signal.SIGINT, previous)
 
 
-def test_after_ctrl_c_the_same_command_with_resume_measures_the_rest(measured, tmp_path):
+def test_resume_measures_the_rest_after_ctrl_c(measured, tmp_path):
     words = ["run", *SMOKE, "--only", "plan-*", "--only", "*", "--out", tmp_path]
     result = perf(*words)
     assert result.exit_code == 130 and "interrupted after 2 of 4 measurements" in result.stderr

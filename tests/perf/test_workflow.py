@@ -262,6 +262,8 @@ def test_steps_measure_compare_comment_and_keep_a_history(repository):
     codes = repository.run("push", INPUTS, planted(causal_fwd=1.2, plan_a=2.0))
     assert codes["Pass or fail"] == 1 and codes["Add to the history"] == 0
     assert len(repository.history()) == 12, "the history has the regression, too"
+    badge = json.loads((repository.folder / "checkout/badge.json").read_text())
+    assert badge["label"] == "performance" and badge["message"], "for the README"
 
 
 def test_a_run_without_a_required_case_or_without_any_measurement_fails(repository):

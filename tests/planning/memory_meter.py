@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):
 class NoEngine:
     """An engine that computes nothing."""
 
-    fused = False
+    fused, v_head_dim = False, None
 
     def _nothing(self, *args: Any, **kwargs: Any) -> Callable[[], None]:
         return lambda: None

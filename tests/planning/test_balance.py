@@ -92,7 +92,9 @@ def test_blocks_by_processing_time_go_to_the_lightest_rank_with_room(
 
 
 @given(masks(), st.integers(1, 12), st.sampled_from(EVEN_COUNTS), st.sampled_from(["q", "kv"]))
-def test_of_any_mask_too_and_always_the_same(mask: Mask, world_size: int, name: str, side: str) -> None:
+def test_balancers_assign_blocks_of_any_mask_and_always_alike(
+    mask: Mask, world_size: int, name: str, side: str
+) -> None:
     for work in work_of_rows([mask], world_size, side):
         ranks = assign_blocks(balancers[name], work)
         assert_assigned(ranks, len(work.costs))
@@ -237,7 +239,7 @@ def test_locality_moves_and_swaps_blocks_only_where_that_helps(
         assert not bool(((change > 0) & (change < load[busy] - load[other])).any())
 
 
-def test_of_several_masks_each_counts_for_one_layer() -> None:
+def test_several_masks_each_count_for_one_layer() -> None:
     full = create_block_mask(causal(), None, 4, 64, 64, BLOCK_SIZE=8)
     near = create_block_mask(sliding_window(8), None, None, 64, 64, BLOCK_SIZE=8)
     (alone,), (both,) = work_of_rows([near], 2), work_of_rows([full, near], 2)

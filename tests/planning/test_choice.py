@@ -32,7 +32,7 @@ def seconds(plan: tritoncp.Plan) -> float:
 
 
 @pytest.mark.parametrize("schedule", ["auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring"])
-def test_of_the_balancers_auto_takes_the_one_of_least_time_under_the_schedule(schedule: str) -> None:
+def test_auto_takes_the_balancer_of_minimal_time_under_the_schedule(schedule: str) -> None:
     mask, key, times = MASKS["long documents"](), schedule.partition("+")[0], {}
     chosen = make_plan(mask, world_size=8, rank=0, balancer="auto", schedule=schedule)
     for balancer in ORDERS:

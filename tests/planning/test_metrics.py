@@ -23,6 +23,7 @@ SHAPES = {
     "two batch rows": Shape(batch=2, heads=8, kv_heads=4),
     "two batch rows of two heads": Shape(batch=2, heads=2, kv_heads=2),  # "ulysses" has rows of two ranks
 }
+pytestmark = pytest.mark.usefixtures("in_pieces")
 SCHEDULES = ["allgather", "ring", "fetch", "ulysses", "ulysses+ring"]
 
 
@@ -84,7 +85,7 @@ def test_no_step_of_a_fetch_reads_more_rows_than_a_batch_row_has() -> None:
 
 
 @pytest.mark.parametrize("latent", [0, 16])
-def test_on_one_rank_all_schedules_have_the_same_figures(latent: int) -> None:
+def test_all_schedules_have_the_same_figures_on_one_rank(latent: int) -> None:
     plans = [make_plan(MASKS["causal"], world_size=1, schedule=schedule) for schedule in SCHEDULES[:4]]
     figures = [plan.metrics(latent=latent) for plan in plans]
     assert all(one == figures[0] for one in figures)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -113,7 +113,6 @@ LAYOUTS = ["bs", "bsd", "sb", "dsb", "bds", "sdb"]
 
 
 @given(plans(), st.sampled_from(LAYOUTS), st.sampled_from([torch.float64, torch.int64, torch.bool]))
-@settings(max_examples=150)
 @pytest.mark.bar(13)
 def test_unshard_undoes_shard(plan: Plan, dims: str, dtype: torch.dtype) -> None:
     x = tensor_for(plan, dims, dtype)

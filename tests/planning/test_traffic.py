@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -106,7 +106,6 @@ READS = st.integers(1, 7).flatmap(
 )
 
 
-@settings(max_examples=200)
 @given(READS)
 def test_the_ring_brings_keys_to_every_reader_and_gradients_to_every_owner(table: list[list[bool]]) -> None:
     reads = torch.tensor(table)
@@ -161,7 +160,6 @@ def queued_messages(hops: tuple[traffic.Hop, ...]) -> list[set[tuple[int, bool]]
     ]
 
 
-@settings(max_examples=200)
 @given(READS)
 def test_one_message_queue_per_rank_never_deadlocks(table: list[list[bool]]) -> None:
     """Simulate ranks: the parts of a message complete, in any order, when the peer is at the matching

@@ -35,7 +35,7 @@ SCORE_MODS = {
 @pytest.mark.parametrize(
     "mod", [flex.noop_mask, causal(), sliding_window(9, 4)], ids=["noop", "causal", "window"]
 )
-def test_it_is_torchs_eager_flex_attention(name: str, kv_heads: int, mod) -> None:
+def test_dense_attention_is_torchs_eager_flex_attention(name: str, kv_heads: int, mod) -> None:
     q, k, v = tensors((2, 4, 33, 8), (2, kv_heads, 40, 8), (2, kv_heads, 40, 5), grad=False)
     bm = flex.create_block_mask(mod, None, None, 33, 40, device="cpu", BLOCK_SIZE=16)
     aux = flex.AuxRequest(lse=True)

@@ -31,6 +31,7 @@ import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import cli
 from tritoncp.core.process_environment import use_loopback_interface
+from tritoncp.kernels import options
 from tritoncp.reference.dense import dense_attention
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
@@ -75,8 +76,9 @@ CHECKS = tomllib.loads(Path(__file__).with_name("page_checks.toml").read_text())
 
 
 @pytest.fixture(autouse=True)
-def programs_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stand in for wandb and tensorboard, and restore the level of the package's logger."""
+def programs_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run programs in an empty folder, without wandb and tensorboard; restore the level of our logger."""
+    monkeypatch.chdir(tmp_path)
     for name in ("wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     log = logging.getLogger("tritoncp")
@@ -90,6 +92,26 @@ def test_the_api_reference_has_every_public_name() -> None:
     directives = set(re.findall(r"^\.\. (?:auto)?(?:function|class|data):: (?:[\w.]+\.)?(\w+)$", text, re.M))
     assert set(tritoncp.__all__) <= directives
     assert ".. automodule:: tritoncp.chunking\n" in text
+
+
+def test_the_page_of_kernel_options_has_each_option_and_its_values() -> None:
+    table, left_out = (DOCS / "kernel_options.md").read_text().split("These options of torch's kernels")
+    rows = re.findall(r"^\| \**(`[^|]*`)\** \| ([^|]*) \|", table, re.M)
+    values, listed = "", {}
+    for names, cell in rows:
+        values = values if cell == "the same" else cell
+        listed |= dict.fromkeys(re.findall(r"`(\w+)`", names), values)
+    assert set(listed) == {*options._FIELDS, *options.OWN}
+    assert set(re.findall(r"`(\w+)`", left_out.split("```")[0])) == options.LEFT_OUT.keys()
+    for option, name in options._FIELDS.items():
+        allowed = options._ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, options._SWITCH)
+        if len(allowed) < 8:
+            assert listed[option] == ", ".join(map(str, allowed))
+        else:
+            numbers = [value for value in allowed if value is not None]
+            assert f"{numbers[0]} to {numbers[-1]}" in listed[option]
+    assert listed["ROUTE"] == ", ".join(f'`"{route}"`' for route in options.ROUTES)
+    assert listed["PRECISION"] == ", ".join(f'`"{precision}"`' for precision in options.PRECISIONS)
 
 
 @pytest.mark.parametrize("page", BLOCKS)

@@ -53,10 +53,13 @@ KNOW_RANKS = {"distributed", "ops", "api", "chunking", "perf", "edge"}  # these 
 
 
 def modules() -> dict[str, Path]:
-    """List every module of the package by the name after `tritoncp.`; "" is the package itself."""
+    """List every module of the package by the name after `tritoncp.`; "" is the package itself. Files of
+    perf/benchmarks are pytest's, and no part of it."""
     imports = {}
     for base, folder in ((ROOT / "tritoncp", "tritoncp"), (ROOT, "kernels"), (ROOT, "perf")):
         for path in (ROOT / folder).rglob("*.py"):
+            if path.parent.name == "benchmarks":
+                continue
             parts = path.relative_to(base).with_suffix("").parts
             imports[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return imports

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import tritoncp
 from tests.repo.test_imports import OUTSIDE, modules
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ SOURCES = sorted(  # files of the wheel
     f"tritoncp/{path.relative_to(ROOT / base).as_posix()}"
     for base, folder in (("tritoncp", "tritoncp"), (".", "kernels"), (".", "perf"))
     for path in (ROOT / folder).rglob("*")
-    if path.suffix in {".py", ".typed", ".html", ".css", ".js"}
+    if (path.suffix in {".py", ".typed", ".html", ".css", ".js"} and path.parent.name != "benchmarks")
     or (path.suffix == ".json" and "configs" in path.parts)
 )
 # Imports all modules; prints their origin, and whether a bare `kernels` was imported or could be.
@@ -127,7 +128,7 @@ def test_an_install_works_and_shows_no_bare_kernels(editable, wheel_python, sour
     python, folder = wheel_python, wheel_python.parents[1]
     if editable:
         python, folder = fresh_environment(tmp_path / "env"), source
-        install(python, "--editable", source)
+        install(python, "--config-settings", "editable_mode=strict", "--editable", source)
     result = probe(python, tmp_path)
     assert Path(result["file"]).is_relative_to(folder)
     assert result["bare"] == []
@@ -205,10 +206,25 @@ def test_every_layer_gets_its_packages_by_a_plain_install():
     assert {layer: OUTSIDE[layer] - brought for layer in layers if OUTSIDE[layer] - brought} == {}
 
 
-def test_every_dependency_is_pinned_for_set_up():
-    extras = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
-    expected = names_of(PROJECT["dependencies"] + extras) - {"tritoncp"}
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+def test_the_citation_is_of_this_version_and_repository():
+    citation = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {tritoncp.__version__}" in citation
+    assert f'repository-code: "{PROJECT["urls"]["Repository"]}"' in citation
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [
+        ("constraints.txt", PROJECT["optional-dependencies"]),
+        ("constraints-newest.txt", ("plot", "demo", "perf", "test", "dev")),
+    ],
+)
+def test_every_dependency_is_pinned_for_set_up(file, extras):
+    lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    expected = names_of(PROJECT["dependencies"] + lines) - {"tritoncp"}
+    pins = [line for line in (ROOT / file).read_text().splitlines() if line and line[0] != "#"]
     pinned = {line.split("==")[0].replace("_", "-").lower() for line in pins}
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert f"rev: v{next(line[6:] for line in pins if line.startswith('ruff=='))}\n" in hooks
     assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in pins)
     assert expected <= pinned

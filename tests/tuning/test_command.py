@@ -19,7 +19,7 @@ ONE = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd"]
 pytestmark = pytest.mark.usefixtures("compile_nothing")
 
 
-def test_without_a_gpu_the_error_says_so(home, monkeypatch):
+def test_autotune_says_that_there_is_no_gpu(home, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = invoke("--preset", "llama3-8b")
     assert done.exit_code == 2 and "torch finds no GPU" in done.output and not home.exists()

@@ -166,7 +166,7 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
     assert (bench.wrong(ROUTE, GLUON) or "").startswith("out in steps is off by")
 
 
-def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeypatch):
+def test_an_error_on_the_device_makes_no_other_candidate_wrong(monkeypatch):
     """Every later call on the device fails, and `--resume` would take these failures for findings."""
 
     def lost(*_) -> None:

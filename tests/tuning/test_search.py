@@ -102,7 +102,7 @@ def test_a_route_is_compared_with_the_tiles_that_won_for_loops(tmp_path, times, 
     assert chosen[TARGET].config.num_stages == BEST.num_stages
 
 
-def test_without_loops_or_without_routes_there_is_nothing_to_compare(tmp_path):
+def test_routes_are_compared_only_where_loops_and_routes_are_known(tmp_path):
     assert tuner(tmp_path).run([ROUTE], Formula(by_route())) == {}
     other = tuner(tmp_path / "sm_80")
     other.arch = "sm_80"

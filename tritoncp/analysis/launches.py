@@ -108,8 +108,8 @@ class CallTensors:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "ROUTE=")  # a step without this route uses "loops"
             ranks = [
-                schedule_of(p).forward(p, engine, *x, False)
-                for p, x in ((plan.for_rank(rank), x) for rank, x in enumerate(shards))
+                schedule_of(plan).forward(plan.for_rank(rank), engine, q, k, v, False)
+                for rank, (q, k, v) in enumerate(shards)
             ]
             outs = [lengthen(result[0], 2, plan.q.s_max) for result in lockstep(ranks)]
         return take(torch.cat(outs, 2), plan.q.inverse, 2, 0, 0)

@@ -316,7 +316,8 @@ def _run_on_host(
     )  # fmt: skip
     validate.check_order(plan, options.positions)
     key, value = validate.shared_batch(query, key, value)
-    return autograd.forward(make_call(query, plan, score_mod, group, options), query, key, value)
+    call = make_call(query, plan, score_mod, group, options)
+    return autograd.forward([call], [(query, key, value)])[0]
 
 
 def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Options) -> Call:

@@ -32,6 +32,8 @@ def group_call(fn: Function) -> Function:
             arguments = (*args, *kwargs.values())
             if torch.compiler.is_dynamo_compiling():
                 for x in arguments:
+                    if isinstance(x, torch.Tensor):
+                        continue  # since torch 2.14 Dynamo does not trace checks of tensors for these classes
                     # Under Dynamo isinstance(group, A | B) is False for a group.
                     if isinstance(x, dist.ProcessGroup) or isinstance(x, dist.DeviceMesh):  # noqa: SIM101
                         stop_traced_call(place_in_group(x)[0], type(error).__name__)

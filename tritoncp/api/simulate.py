@@ -33,8 +33,8 @@ from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.ops import dispatch
-from tritoncp.ops.lockstep import attend_in_lockstep
+from tritoncp.ops import autograd, dispatch
+from tritoncp.ops.call import Call
 from tritoncp.planning.placement import as_movable, lengthen, take
 from tritoncp.planning.plan import Plan
 
@@ -157,11 +157,11 @@ class World:
             raise wrong
         score_mod, block_mask, _ = sort_arguments(score_mod, block_mask, None)
         mask = plain_mask(block_mask)
-        shards: tuple[Sequence[Any], ...]
-        shards = queries, keys, [None] * self.world_size if values is None else values
-        for xs in shards:
+        sides: tuple[Sequence[Any], ...]
+        sides = queries, keys, [None] * self.world_size if values is None else values
+        for xs in sides:
             self._count(xs)
-        queries, keys, values = (list(dispatch.cast_for_autocast(*xs)) for xs in shards)
+        queries, keys, values = (list(dispatch.cast_for_autocast(*xs)) for xs in sides)
         if isinstance(mask, Plan):
             self._check(mask)
             mask.check_sources()
@@ -175,7 +175,12 @@ class World:
         keys, values = zip(*map(validate.shared_batch, queries, keys, values))
         call = make_call(queries[0], plan, score_mod, None, call_options)
         calls = [call._replace(plan=call.plan.for_rank(rank)) for rank in range(self.world_size)]
-        results = [call_options.results(one) for one in attend_in_lockstep(calls, queries, keys, values)]
+        shards = list(zip(queries, keys, values, strict=True))
+        if dispatch.is_traced(queries[0]):  # shapes alone, for which nothing is sent
+            parts = [_trace_call(call, *shard) for call, shard in zip(calls, shards, strict=True)]
+        else:
+            parts = autograd.forward(calls, shards)
+        results = [call_options.results(one) for one in parts]
         if call_options.return_aux is not None:
             outs, fields = [out for out, _ in results], zip(*[aux for _, aux in results])
             return outs, RankAux(*[None if field[0] is None else list(field) for field in fields])
@@ -223,6 +228,14 @@ class World:
             raise ValueError(
                 f"got a list of {len(xs)} shards; {self.world_size} are needed, one for each rank"
             )
+
+
+def _trace_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Run the op of one rank's call on tensors without values."""
+    arguments = call.as_arguments()
+    (plan,), captures = dispatch.as_inputs([arguments.plan]), dispatch.as_inputs(arguments.captures)
+    results: list[Tensor] = autograd.forward_op(q, k, v, *arguments._replace(plan=plan, captures=captures))
+    return results
 
 
 def simulate(world_size: int) -> World:

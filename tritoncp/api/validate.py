@@ -404,7 +404,7 @@ def check_order(plan: Plan, positions: Tensor | None = None) -> None:
         return
     if plan.balancer == "natural" or plan.q.order_is_read:
         return
-    plan.positions  # noqa: B018 - marks the order as read
+    plan.q.mark_order_read()  # warns once for a plan
     warn_caller(
         f"this plan places blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "
         "positions(plan) was called for it: shards in natural order give wrong answers without an error. "

@@ -1,4 +1,4 @@
-"""Environment variables of tritoncp: names, accepted values and defaults (effects: docs/environment.md).
+"""Environment variables of tritoncp: names, accepted values and defaults (effects: docs/commands.md).
 
 Imports neither torch nor Triton.
 """

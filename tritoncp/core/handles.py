@@ -73,11 +73,11 @@ def handle_of(thing: Any) -> Tensor:
     number = _NUMBERS.get(thing)
     if number is None:
         number = _NUMBERS[thing] = new_number()
-    _NAMED.setdefault(number, thing)
+    named = _NAMED.setdefault(number, thing)  # an equal object
     with normal_tensors():  # autograd may save the handle
         handle = torch.tensor(number, device="cpu")
     memory = weakref.ref(handle.untyped_storage(), _let_go)  # torch keeps this object as long as the memory
-    _HELD[id(memory)] = memory, thing
+    _HELD[id(memory)] = memory, (thing, named)
     if has_saved_tensor_hooks():
         _KEPT.put(number, thing)
     return handle

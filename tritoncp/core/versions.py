@@ -1,15 +1,15 @@
 """Supported versions of torch and Triton: the oldest, and the newest with which the tests have run.
 
 `pyproject.toml` has no upper bounds: users could not lift them, would not get fixes of torch, and installers
-would evade them by an older tritoncp without bounds. Newer versions only cause a warning at the first call,
-and a line in `tritoncp doctor`.
+would evade them by an older tritoncp without bounds. Newer versions only cause a warning at the first call
+that uses them, and a line in `tritoncp doctor`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
-from functools import cache
+from collections.abc import Iterable
 
 from tritoncp.core.caller import warn_caller
 
@@ -35,21 +35,21 @@ def minor_of(version: str) -> tuple[int, ...]:
     return tuple(map(int, leading[0].split("."))) if leading else ()
 
 
-def list_untested() -> list[str]:
+def list_untested(packages: Iterable[str] = NEWEST_TESTED) -> list[str]:
     """Return a line for each package newer than the tested version; another patch release counts as
     tested."""
     return [
         f"{package} {installed} is newer than {tested}, the newest that tritoncp was tested with"
-        for package, tested in NEWEST_TESTED.items()
-        if (installed := installed_version(package)) and minor_of(installed) > minor_of(tested)
+        for package in packages
+        if (installed := installed_version(package))
+        and minor_of(installed) > minor_of(tested := NEWEST_TESTED[package])
     ]
 
 
-@cache
-def warn_untested() -> None:
-    """Warn once per process if torch or Triton is newer than the tested version."""
-    if untested := list_untested():
-        pins = " ".join(f"{package}=={tested}" for package, tested in NEWEST_TESTED.items())
+def warn_untested(packages: Iterable[str]) -> None:
+    """Warn if a package is newer than the tested version."""
+    if untested := list_untested(packages):
+        pins = " ".join(f"{package}=={NEWEST_TESTED[package]}" for package in packages)
         warn_caller(
             f"{'; '.join(untested)}. `tritoncp check` compares results on this machine with dense attention; "
             f"pip install {pins} installs the tested versions"

@@ -52,6 +52,7 @@ class CpuEngine:
     first_row: int = 0
     first_head: int = 0
     steps: BoundedCache[Any, Step] = field(default_factory=lambda: BoundedCache(64))
+    v_head_dim = None  # that of values
 
     @property
     def fused(self) -> bool:
@@ -104,7 +105,9 @@ class CpuEngine:
         """Prepare to clear dq, to which :meth:`dkdv` then adds."""
         return lambda: None if add else _clear(dq)
 
-    def dkdv(self, inputs: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False) -> Launch:
+    def dkdv(
+        self, inputs: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False, split: int = 1
+    ) -> Launch:
         """Prepare a backward step: compute dk and dv, and add to dq and to the buffers of captures'
         gradients."""
         q, k, v, dout, lse, delta, tables = inputs

@@ -1,9 +1,9 @@
 """Requests for messages between ranks, and drivers of the schedules that yield them.
 
-A schedule is a generator: it yields a collective to start and gets back a ticket, yields the ticket to wait
-and gets back the tensor.  Computation between the two overlaps with the messages.  ``run`` drives one
-rank over a process group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a
-time; ``run_alone`` runs the schedule of one rank that is alone.
+A pass of a schedule is a generator: it yields a collective to start and gets back a ticket, yields the
+ticket to wait and gets back the tensor.  Computation between the two overlaps with the messages.  ``run``
+drives one rank over a process group; ``lockstep`` drives all ranks of a simulated world in one thread, one
+yield at a time; ``run_alone`` runs the schedule of one rank that is alone.
 """
 
 import itertools
@@ -72,10 +72,10 @@ class Ticket:
 
 
 Collective = AllGather | ReduceScatter | AllToAll
-Schedule = Generator[Collective | Ticket, Any, T]
+Requests = Generator[Collective | Ticket, Any, T]  # of a schedule, which computes between them
 
 
-def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange", direction: str = "") -> T:
+def run(schedule: Requests[T], group: dist.ProcessGroup, name: str = "exchange", direction: str = "") -> T:
     """Drive one rank's schedule over a process group. Raises PeerLost where a message fails, will not come,
     or does not end within the group's timeout. name, direction: of the ranges of its messages in a
     profiler's trace."""
@@ -103,7 +103,7 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange",
     raise AssertionError("a schedule has no end")
 
 
-def run_alone(schedule: Schedule[T]) -> T:
+def run_alone(schedule: Requests[T]) -> T:
     """Run the schedule of a rank without a group, which sends no messages."""
     try:
         request = next(schedule)
@@ -186,7 +186,7 @@ def _start(request: Collective, group: dist.ProcessGroup) -> Ticket:
     return Ticket(result, work, request, on_host)
 
 
-def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
+def lockstep(schedules: Sequence[Requests[T]]) -> list[T]:
     """Drive every rank of a simulated world, each as far as its next yield, in rank order.
 
     >>> def rank(i):

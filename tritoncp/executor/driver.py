@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.runtime.driver import driver as drivers
 
 from tritoncp.executor.counters import LaunchCounts
 from tritoncp.executor.faults import CannotContinue, ExecutionFault, Fault
@@ -52,6 +54,9 @@ class LoadedKernel:
     program: PtxProgram | None = None
 
 
+LOADED: WeakValueDictionary[str, LoadedKernel] = WeakValueDictionary()  # by the path of the PTX
+
+
 class Utilities:
     """The functions of Triton's `cuda_utils` that its runtime calls."""
 
@@ -70,11 +75,21 @@ class Utilities:
         }
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        ptx = Path(self.driver.files[name + ".ptx"]).read_text()
-        return 0, LoadedKernel(name, ptx, shared), 0, 0, 1024  # module, function, registers, spills, threads
+        """Return module, function, registers, spills and threads of a kernel.
+
+        The module is None. Triton unloads any other, from version 3.8 on, when it drops the kernel: by the
+        driver that is active then, which may be a GPU's, or none at all. It loads a kernel without a module
+        again for some launches.
+        """
+        path = self.driver.files[name + ".ptx"]
+        kernel = LOADED.get(path)
+        if kernel is None:
+            kernel = LOADED[path] = LoadedKernel(name, Path(path).read_text(), shared)
+        return None, kernel, 0, 0, 1024
 
     def unload_module(self, module: Any) -> None:
-        pass
+        """Unload a module of the GPU's driver, whose kernel is dropped while the executor is active."""
+        drivers.default.utils.unload_module(module)
 
 
 class Launcher:
@@ -98,8 +113,6 @@ class Launcher:
         leave: Any,
         *arguments: Any,
     ) -> None:
-        from triton.runtime.driver import driver
-
         extents: list[Extent] = []
         values: list[tuple[str, Any]] = []
         described = iter(self.tensor_maps or ())
@@ -113,7 +126,7 @@ class Launcher:
             if size:
                 extents.append(extent_of(scratch, "scratch memory"))
             values.append(("*i8", scratch.data_ptr() if size else 0))
-        driver.active.execute(function, (x, y, z), m.num_warps, values, extents)
+        drivers.active.execute(function, (x, y, z), m.num_warps, values, extents)
 
     def flatten(
         self, name: str, kind: Any, argument: Any, extents: list[Extent], described: Iterator[Any]

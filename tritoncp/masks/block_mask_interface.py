@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.records import fields_of
 
@@ -82,6 +84,14 @@ class BlockMaskInterface:
         """
         torch._C._nn._parse_to(*args, **kwargs)
         return self
+
+
+@cache
+def sparsity_counts_blocks() -> bool:
+    """Return whether torch's BlockMask.sparsity counts blocks, so that a mask of one listed block
+    has 0 percent for any lengths; before 2.14 it counts the tokens of whole blocks."""
+    lists = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=2, seq_lengths=(1, 1)).sparsity() == 0
 
 
 def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int, ...] | None, ...]:

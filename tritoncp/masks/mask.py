@@ -6,6 +6,7 @@ full block unmasked, even where the mask_mod disagrees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import field
 from typing import Any
@@ -22,7 +23,11 @@ from tritoncp.core.pytrees import register_handled
 from tritoncp.core.records import fields_of, record, replace
 from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import bound_ragged_blocks, lists_from_blocks
-from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
+from tritoncp.masks.block_mask_interface import (
+    BlockMaskInterface,
+    selected_numbers,
+    sparsity_counts_blocks,
+)
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
@@ -152,10 +157,16 @@ class Mask(BlockMaskInterface):
 
     @on_host
     def sparsity(self) -> float:
-        """Return the percentage of the mask outside listed blocks, as torch's BlockMask.sparsity."""
+        """Return the percentage of the mask outside listed blocks, as the installed torch's
+        BlockMask.sparsity: of the blocks, or of the pairs of tokens where a block counts as full size also
+        where it passes the end of the mask (torch 2.13 and before)."""
         listed = sum(int(n.sum()) for n in self.runs.counts())
-        total = self.B * self.H * self.q_len * self.kv_len
-        return 100 * (1 - listed * self.q_block * self.kv_block / total) if total else 0.0
+        if sparsity_counts_blocks():
+            total = math.prod(self.runs.shape)
+        else:
+            listed *= self.q_block * self.kv_block
+            total = self.B * self.H * self.q_len * self.kv_len
+        return 100 * (1 - listed / total) if total else 0.0
 
     @property
     def nbytes(self) -> int:

@@ -3,14 +3,17 @@
 Each op is one whole pass: launches and collectives stay inside, so that neither step counts nor Work handles
 enter a graph. Outside of graphs a :class:`~tritoncp.ops.call.Call` is passed to the passes directly; it is
 encoded as arguments of an op only where the dispatcher is needed.
+
+A pass, and the autograd function, take a list of calls: of one rank, or of all ranks of a simulated world.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +21,9 @@ from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
 from tritoncp.core.dynamo_boundary import untraced
+from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.distributed import collectives, consistency, failures, groups
-from tritoncp.distributed.collectives import Schedule
+from tritoncp.distributed.collectives import Requests
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
@@ -35,8 +39,10 @@ from tritoncp.ops.dispatch import (
     register_op,
 )
 from tritoncp.ops.engine_factory import engine_of, gradient_buffers, sum_gradients
+from tritoncp.planning.step_tables import Engine
 
 _NO_CONTEXT = nullcontext()
+Shard = Sequence[Tensor]  # query, key and value of a rank
 
 
 def current_device(x: Tensor) -> AbstractContextManager[Any]:
@@ -60,23 +66,26 @@ class BackwardInputs(NamedTuple):
     out: Tensor
     lse: Tensor
 
+    def without_neg(self) -> BackwardInputs:
+        """Resolve lazy negations."""
+        return BackwardInputs._make([None if x is None else x.resolve_neg() for x in self])
 
-def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Schedule[Any]:
+
+def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Requests[Any]:
     """Return the schedule that computes out, lse, and max_scores or None."""
     if call.expand is not None:
         call.expand.check_call(call.plan, call.is_invariant)
     engine = engine_of(call, q, k, v)
     pass_of = schedule_of(call.plan, call.is_invariant)
-    schedule: Schedule[Any] = pass_of.forward(call.plan, engine, q, k, v, call.want_max)
-    return schedule
+    return pass_of.forward(call.plan, engine, q, k, v, call.want_max)
 
 
-def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> Schedule[Any]:
+def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> Requests[Any]:
     """Return the schedule that computes dq, dk, dv, and adds gradients of captures to ``sums``."""
     engine, dout, delta = backward_engine(call, inputs, sums)
     qkv = inputs[2:5]
 
-    def steps() -> Schedule[Any]:
+    def steps() -> Requests[Any]:
         schedule, (q, k, v) = schedule_of(call.plan, call.is_invariant), qkv
         if call.expand is not None and not k.stride(0):
             k = k.clone(memory_format=torch.contiguous_format)  # a separate gradient for each batch row
@@ -86,7 +95,9 @@ def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
     return steps()
 
 
-def backward_engine(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> tuple[Any, Tensor, Tensor]:
+def backward_engine(
+    call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
+) -> tuple[Engine, Tensor, Tensor]:
     """Return (engine of a backward pass, dout in a memory order that kernels read, delta = rowsum(out * dout)
     - dlse [B, H, S])."""
     dout, dlse, q, k, v, out, lse = inputs
@@ -109,31 +120,39 @@ def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
     return grad.to(x.dtype)
 
 
-def _drive(call: Call, schedule: Schedule[Any], x: Tensor, direction: str = "") -> Any:
-    """Run the schedule of this rank on the device of x, and return its result."""
+def _drive(
+    calls: Sequence[Call], passes: Sequence[Requests[Any]], x: Tensor, direction: str = ""
+) -> list[Any]:
+    """Run the passes of one rank, or in lockstep those of all ranks of a simulated world, on the device of x;
+    return their results."""
+    group = calls[0].group
     with current_device(x):
-        if call.group is None:
-            return collectives.run_alone(schedule)
+        if group is None and len(passes) == 1:
+            return [collectives.run_alone(passes[0])]
         # Below autograd, views of messages are not tracked and take half the time.
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            return collectives.run(schedule, call.group, call.plan.schedule, direction)
+            if len(passes) == 1:
+                return [collectives.run(passes[0], group, calls[0].plan.schedule, direction)]
+            return collectives.lockstep(passes)
 
 
-def forward_pass(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Compute out, lse and, if requested, max_scores."""
-    if call.group is not None:
-        signatures.compare_call(call, q, k, v)
-    out, lse, top = _drive(call, forward_schedule(call, q, k, v), q)
-    return [out, lse] if top is None else [out, lse, top]
+def forward_pass(calls: Sequence[Call], shards: Sequence[Shard]) -> list[list[Tensor]]:
+    """Compute out, lse and, if requested, max_scores of each call."""
+    if calls[0].group is not None:
+        signatures.compare_call(calls[0], *shards[0])
+    passes = [forward_schedule(call, *shard) for call, shard in zip(calls, shards, strict=True)]
+    return [[x for x in results if x is not None] for results in _drive(calls, passes, shards[0][0])]
 
 
-def backward_pass(call: Call, inputs: BackwardInputs) -> list[Tensor]:
-    """Compute [dq, dk, dv, *gradients of captures that require grad]."""
-    consistency.compare_kind(call.group, "a backward pass")
-    sums = gradient_buffers(call, inputs.lse)
-    grads: list[Tensor]
-    grads = _drive(call, backward_schedule(call, inputs, sums), inputs.lse, "backward ")
-    return grads + sum_gradients(call, sums)
+def backward_pass(calls: Sequence[Call], inputs: Sequence[BackwardInputs]) -> list[Tensor]:
+    """Compute dq, dk and dv of each call, then the gradients of captures that require grad, which the calls
+    share. Raises RuntimeError if state that a mask_mod reads has changed since its mask was made."""
+    calls[0].plan.check_sources()
+    consistency.compare_kind(calls[0].group, "a backward pass")
+    sums = gradient_buffers(calls[0], inputs[0].lse)
+    passes = [backward_schedule(call, one, sums) for call, one in zip(calls, inputs, strict=True)]
+    grads = _drive(calls, passes, inputs[0].lse, "backward ")
+    return [x for part in grads for x in part] + sum_gradients(calls[0], sums)
 
 
 # -- the registered ops ------------------------------------------------------------------------------------
@@ -143,7 +162,7 @@ def _forward_body(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tens
     """Body of the forward op: run :func:`forward_pass` on decoded :class:`OpArguments`."""
     written = OpArguments(*arguments).with_leaves()
     with failures.closing(written.group):
-        return forward_pass(written.decode(q), q, k, v)
+        return forward_pass([written.decode(q)], [(q, k, v)])[0]
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
@@ -158,8 +177,8 @@ def _backward_body(*args: Any) -> list[Tensor]:
     """Body of the backward op. args: fields of :class:`BackwardInputs`, then of :class:`OpArguments`"""
     inputs, written = BackwardInputs(*args[:7]), OpArguments(*args[7:]).with_leaves()
     with failures.closing(written.group):
-        call = written.decode(inputs.q, is_backward=True)
-        dq, dk, dv, *sums = backward_pass(call, inputs)
+        call = written.decode(inputs.q)
+        dq, dk, dv, *sums = backward_pass([call], [inputs])
         return [dq, dk, dv, *written.order_sums(call, sums)]
 
 
@@ -174,39 +193,49 @@ def _backward_fake(*args: Any) -> list[Tensor]:
 
 
 class Attention(torch.autograd.Function):
-    """Autograd function of one call. tensors: query, key, value, then captures of the score_mod"""
+    """Autograd function of the call of one rank, or of the calls of all ranks of a simulated world, which
+    exchange tensors within the process. tensors: query, key and value of each call, then the captures, which
+    all calls share. Results: out, lse and, if requested, max_scores of each call."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call | OpArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = _run_forward(call, tensors)
-        ctx.save_for_backward(*results[:2], *tensors)
-        ctx.call = call.with_captures(())  # captures are saved tensors, for version checks and hooks
-        ctx.mark_non_differentiable(*results[2:])
+    def forward(ctx: Any, calls: Sequence[Call | OpArguments], *tensors: Tensor) -> tuple[Tensor, ...]:
+        count = 3 * len(calls)
+        results = _run_forward(calls, _cut(tensors[:count], 3), tensors[count:])
+        ctx.save_for_backward(*[x for result in results for x in result[:2]], *tensors)
+        ctx.calls = [call.with_captures(()) for call in calls]  # saved tensors, for version checks and hooks
+        ctx.mark_non_differentiable(*[x for result in results for x in result[2:]])
         ctx.set_materialize_grads(False)
-        return tuple(results)
+        return tuple([x for result in results for x in result])
 
     @staticmethod
     @untraced
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         try:
-            return Attention.gradients(ctx, dout, dlse)
+            return Attention.gradients(ctx, grads)
         except BaseException as error:
             with contextlib.suppress(ValueError):  # raised if the group was destroyed
-                failures.stop(ctx.call.group, error)
+                failures.stop(ctx.calls[0].group, error)
             raise
 
     @staticmethod
-    def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """Return the gradients of the arguments of :meth:`forward`."""
-        refuse_batched_gradients(dout, dlse)
-        out, lse, q, k, v, *captures = ctx.saved_tensors
-        call = ctx.call.with_captures(captures)
-        dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, *sums = backward(call, BackwardInputs(dout, dlse, q, k, v, out, lse))
+        refuse_batched_gradients(*grads)
+        saved, count = ctx.saved_tensors, len(ctx.calls)
+        captures = saved[5 * count :]
+        calls = [call.with_captures(captures) for call in ctx.calls]
+        inputs = []
+        for results, shard, (dout, dlse, *_) in zip(
+            _cut(saved[: 2 * count], 2), _cut(saved[2 * count : 5 * count], 3),
+            _cut(grads, len(grads) // count), strict=True,
+        ):  # fmt: skip
+            dout = torch.zeros_like(results[0]) if dout is None else dout
+            inputs.append(BackwardInputs(dout, dlse, *shard, *results))
+        parts = backward(calls, inputs)
         rest: list[Tensor | None] = [None] * len(captures)
-        for place, grad in zip(call.wants, sums, strict=True):
+        for place, grad in zip(calls[0].wants, parts[3 * count :], strict=True):
             rest[place] = grad
-        return None, dq, dk, dv, *rest
+        return None, *parts[: 3 * count], *rest
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> None:
@@ -241,52 +270,69 @@ def needs_autograd(tensors: Iterable[Tensor]) -> bool:
     return False
 
 
-def forward(call: Call | OpArguments, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Run the forward pass of a call, differentiably; return out, lse and, if requested, max_scores."""
-    tensors = q, k, v, *call.captures
-    return list(Attention.apply(call, *tensors)) if needs_autograd(tensors) else _run_forward(call, tensors)
+def forward(calls: Sequence[Call | OpArguments], shards: Sequence[Shard]) -> list[list[Tensor]]:
+    """Run the forward pass of a rank's call, or of the calls of all ranks of a simulated world,
+    differentiably; return out, lse and, if requested, max_scores of each.
+
+    shards: query, key and value of each call
+    """
+    captures = calls[0].captures
+    tensors = [*itertools.chain(*shards), *captures]
+    if not needs_autograd(tensors):
+        return _run_forward(calls, shards, captures)
+    results = Attention.apply(calls, *tensors)
+    return _cut(results, len(results) // len(calls))
 
 
-def _run_forward(call: Call | OpArguments, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Run the forward pass of a call below autograd, as an op where the dispatcher is needed. tensors: q, k,
-    v, then the captures of the call."""
-    q, k, v = tensors[:3]
-    if needs_dispatcher(tensors):
-        warn_if_repeated(forward_op, q, k, v)
-        return list(call_op(forward_op, q, k, v, *call.as_arguments()))
-    return forward_pass(call, q, k, v) if isinstance(call, Call) else _forward_body(q, k, v, *call)
+def _run_forward(
+    calls: Sequence[Call | OpArguments], shards: Sequence[Shard], captures: Sequence[Tensor]
+) -> list[list[Tensor]]:
+    """Run the forward pass of calls below autograd, as an op where the dispatcher is needed."""
+    if len(calls) > 1:  # no op has the tensors of several ranks: modes see nothing, as in the body of an op
+        with fresh_dispatch():
+            return forward_pass(
+                cast(Sequence[Call], calls), [[x.resolve_neg() for x in shard] for shard in shards]
+            )
+    (call,), (shard,) = calls, shards
+    if needs_dispatcher((*shard, *captures)):
+        warn_if_repeated(forward_op, *shard)
+        return [list(call_op(forward_op, *shard, *call.as_arguments()))]
+    return forward_pass([call], shards) if isinstance(call, Call) else [_forward_body(*shard, *call)]
 
 
-def backward(call: Call | OpArguments, inputs: BackwardInputs) -> list[Tensor]:
-    """Run the backward pass of a call; a second derivative raises."""
-    present = [x for x in (*inputs, *call.captures) if x is not None]
+def backward(calls: Sequence[Call | OpArguments], inputs: Sequence[BackwardInputs]) -> list[Tensor]:
+    """Run the backward pass of calls; return what :func:`backward_pass` does. A second derivative raises."""
+    present = [x for x in (*itertools.chain(*inputs), *calls[0].captures) if x is not None]
 
     def compute() -> list[Tensor]:
+        if len(calls) > 1:
+            with fresh_dispatch():
+                return backward_pass(cast(Sequence[Call], calls), [one.without_neg() for one in inputs])
+        (call,), (one,) = calls, inputs
         if needs_dispatcher(present):
-            return list(call_op(backward_op, *inputs, *call.as_arguments()))
+            return list(call_op(backward_op, *one, *call.as_arguments()))
         if isinstance(call, OpArguments):
-            return _backward_body(*inputs, *call)
+            return _backward_body(*one, *call)
         groups.group_of(call.group)  # raises if the group was destroyed after the forward pass
-        call.plan.check_sources()
-        return backward_pass(call, inputs)
+        return backward_pass([call], inputs)
 
-    return refuse_second_derivative(compute, present)
-
-
-def refuse_second_derivative(compute: Callable[[], list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Run ``compute``, a backward pass of ``tensors``; a second derivative raises."""
-    return list(Final.apply(compute, *tensors)) if needs_autograd(tensors) else compute()
+    return list(Final.apply(compute, *present)) if needs_autograd(present) else compute()
 
 
 def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
     """The Autograd kernel of the forward op."""
     refuse_transforms()
-    return forward(OpArguments(*arguments), q, k, v)
+    return forward([OpArguments(*arguments)], [(q, k, v)])[0]
 
 
 def _backward_autograd(*args: Any) -> list[Tensor]:
     """The Autograd kernel of the backward op."""
-    return backward(OpArguments(*args[7:]), BackwardInputs(*args[:7]))
+    return backward([OpArguments(*args[7:])], [BackwardInputs(*args[:7])])
+
+
+def _cut(flat: Sequence[Any], width: int) -> list[Any]:
+    """Split a sequence into sequences of ``width`` items."""
+    return [flat[at : at + width] for at in range(0, len(flat), width)]
 
 
 QKV = "Tensor query, Tensor key, Tensor value"

@@ -119,16 +119,14 @@ class OpArguments(NamedTuple):
     def as_arguments(self) -> OpArguments:
         return self
 
-    def decode(self, x: Tensor, is_backward: bool = False) -> Call:
-        """Decode the call. x: a tensor on its device. Checks that the state of its mask is unchanged, except
-        in the forward pass of a graph, where the op that looks up the plan has done so."""
+    def decode(self, x: Tensor) -> Call:
+        """Decode the call. x: a tensor on its device. Checks that the state of the mask of a :class:`Call` is
+        unchanged; in a graph, the op that looks up the plan has done so."""
         named, spec, score, expand = object_of(self.plan), decode_spec(self.spec), None, None
         score_tensors: Sequence[Tensor] = ()
         scale, options = self.scale, spec.options
-        is_call = isinstance(named, Call)
-        if is_call or is_backward:
-            (named.plan if is_call else named).check_sources()
-        if is_call:
+        if isinstance(named, Call):
+            named.plan.check_sources()
             return named.with_captures(self.captures)
         if spec.has_inputs:
             from tritoncp.ops.graph import inputs  # late: it imports Dynamo, which plans do not need

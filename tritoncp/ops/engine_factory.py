@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.cpu_target import cpu_target, executed_target
@@ -27,6 +28,10 @@ from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.call import Call
 from tritoncp.ops.executable import MAX_LAUNCHES, Executable, caches_of
 from tritoncp.ops.expand import ExpandingEngine
+from tritoncp.planning.step_tables import Engine
+
+if TYPE_CHECKING:
+    from tritoncp.kernels.engine import TritonEngine
 
 engine_log, cache_log = area_logger("engine"), area_logger("cache")
 
@@ -43,6 +48,13 @@ def score_kind(score: Mod | None) -> int:
     return 0 if score is None else 2 if score.loads == 2 else 1
 
 
+@cache
+def warn_untested_once(*packages: str) -> None:
+    """Warn once per process, on rank 0 of several, if a package that runs is newer than the tested one."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warn_untested(packages)
+
+
 def uses_triton(device: torch.device) -> bool:
     """Return whether calls on a device run Triton kernels: on GPUs, and on the CPU if kernels are interpreted
     (TRITON_INTERPRET=1) or executed (``tritoncp.executor``)."""
@@ -51,7 +63,7 @@ def uses_triton(device: torch.device) -> bool:
 
 def engine_of(
     call: Call, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor] = (), grads: Sequence[Tensor] = ()
-) -> Any:
+) -> Engine:
     """Return the engine for one pass of a call. extra: further tensors of the pass; grads: a buffer for the
     gradient of each capture in ``call.wants``.
 
@@ -64,10 +76,10 @@ def engine_of(
         return ExpandingEngine.of(
             expand, lambda key, value: engine_of(call, q, key, value, extra, own), q, sums
         )
-    warn_untested()
     warn_left_out(call.options)
     plan, score, device = call.plan, call.score, q.device
     if not q.is_cuda and not uses_triton(device):
+        warn_untested_once("torch")
         if call.is_invariant:
             raise ValueError(
                 "kernel option invariant=True on the CPU engine, where the bits of matrix products depend on "
@@ -75,6 +87,7 @@ def engine_of(
             )
         mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
+    warn_untested_once("torch", "triton")
     captured: tuple[Any, ...] = ()
     tensors = call.score_tensors
     if score is not None:
@@ -219,7 +232,7 @@ def sum_gradients(call: Call, grads: Sequence[Tensor]) -> list[Tensor]:
     return [total.to(call.captures[i].dtype) for total, i in zip(totals, call.wants, strict=True)]
 
 
-def _log_triton_engine(engine: Any, device: torch.device, key: tile_lookup.TileKey) -> None:
+def _log_triton_engine(engine: TritonEngine, device: torch.device, key: tile_lookup.TileKey) -> None:
     """Log the engine of a new executable, the route of its forward pass, and the reason for that route."""
     if not engine_log.isEnabledFor(logging.INFO):
         return

@@ -6,12 +6,15 @@ The caches of a plan are those of ``plan.derived``, which the views of all ranks
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.mods import Mod
 from tritoncp.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from tritoncp.kernels.engine import TritonEngine  # late: it imports all kernels
 
 MAX_EXECUTABLES = 256  # of one plan
 MAX_LAUNCHES = 1024  # of one executable
@@ -29,7 +32,7 @@ class Executable:
     mask_mod: the translated mask_mod with its captures on the device
     """
 
-    engine: Any
+    engine: TritonEngine
     mask_mod: DeviceCopy[Mod] | None
 
 

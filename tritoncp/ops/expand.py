@@ -23,7 +23,7 @@ from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.distributed.schedules import buffers
 from tritoncp.planning.memory import check_latent
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, ForwardStep
+from tritoncp.planning.step_tables import BackwardStep, Engine, ForwardStep, PreparedStep, Tables
 
 
 class Expansion(NamedTuple):
@@ -147,7 +147,7 @@ class ExpandedStep(NamedTuple):
     latent, then parameters. A latent expanded over the batch has one batch row here."""
 
     keys: tuple[Tensor, Tensor]
-    engine: Any
+    engine: Engine
     leaves: list[Tensor]
 
     def inputs(self, step: BackwardStep) -> BackwardStep:
@@ -174,14 +174,14 @@ class ExpandingEngine:
     """
 
     expansion: Expansion
-    engine_of: Callable[[Tensor, Tensor], Any]
-    base: Any
+    engine_of: Callable[[Tensor, Tensor], Engine]
+    base: Engine
     sums: Sequence[Tensor] = ()
     _step: ExpandedStep | None = field(default=None, init=False)
 
     @classmethod
     def of(
-        cls, expansion: Expansion, engine_of: Callable[[Tensor, Tensor], Any], q: Tensor,
+        cls, expansion: Expansion, engine_of: Callable[[Tensor, Tensor], Engine], q: Tensor,
         sums: Sequence[Tensor] = (),
     ) -> ExpandingEngine:  # fmt: skip
         """Make the engine for queries q. Its base is made for keys and values without memory."""
@@ -196,29 +196,28 @@ class ExpandingEngine:
 
     @property
     def fused(self) -> bool:
-        return bool(self.base.fused)
+        return self.base.fused
 
-    def delta(self, *tensors: Tensor | None) -> Callable[[], None]:
-        launch: Callable[[], None] = self.base.delta(*tensors)
-        return launch
+    def from_head(self, first: int) -> Engine:
+        raise ValueError("a schedule cut the heads of a latent, which is expanded for all heads at once")
 
-    def forward(self, step: ForwardStep, **options: Any) -> Callable[[], None]:
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> PreparedStep:
+        return self.base.delta(out, dout, dlse, delta)
+
+    def forward(self, step: ForwardStep) -> PreparedStep:
         """Prepare a forward step over latents k [B, Hl, rows, C]."""
         with fresh_dispatch():
             latents = _copy_rows(_rows_in_memory(step.k), step.tables)
             key, value = _for_batch(self.expansion(latents), step.q)
-        expanded = step._replace(k=key, v=value)
-        launch: Callable[[], None] = self.engine_of(key, value).forward(expanded, **options)
-        return launch
+        return self.engine_of(key, value).forward(step._replace(k=key, v=value))
 
-    def dq(self, step: BackwardStep, dq: Tensor, **options: Any) -> Callable[[], None]:
+    def dq(self, step: BackwardStep, dq: Tensor, *, add: bool = False) -> PreparedStep:
         expanded = self._expand(step)
-        launch: Callable[[], None] = expanded.engine.dq(expanded.inputs(step), dq, **options)
-        return launch
+        return expanded.engine.dq(expanded.inputs(step), dq, add=add)
 
     def dkdv(
-        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False
-    ) -> Callable[[], None]:
+        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False, split: int = 1
+    ) -> PreparedStep:
         """Prepare a step's gradients of latents, written (or with ``add`` added) to dk, and of parameters,
         added to ``sums``."""
         expanded = self._expand(step)
@@ -235,7 +234,7 @@ class ExpandingEngine:
 
         return run
 
-    def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
+    def split(self, q: Tensor, k: Tensor, tables: Tables) -> int:
         return 1
 
     def _expand(self, step: BackwardStep) -> ExpandedStep:
@@ -259,7 +258,7 @@ def _rows_in_memory(x: Tensor) -> Tensor:
     return x if x.stride(0) else x[:1]
 
 
-def _copy_rows(latent: Tensor, tables: Any) -> Tensor:
+def _copy_rows(latent: Tensor, tables: Tables) -> Tensor:
     """Copy the latent of a step, which the function may edit in place. Padding, the rows that no slot of the
     step covers, is replaced by ones, for which the function was checked: at arbitrary values it might be NaN,
     and so would be gradients of parameters."""

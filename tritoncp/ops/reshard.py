@@ -132,7 +132,7 @@ def _moves_of(source: Placement, target: Placement, rank: int, device: torch.dev
     return copy.on_current_stream()
 
 
-def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Schedule[Tensor]:
+def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Requests[Tensor]:
     """Redistribute one rank's shard: an all-to-all of the rows that change ranks, and, meanwhile, copies of
     the others."""
     source, target = call.placements()
@@ -155,7 +155,7 @@ def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Schedule[T
     return out if out.dtype == dtype else out.view(dtype)
 
 
-def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> collectives.Schedule[Tensor]:
+def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> collectives.Requests[Tensor]:
     """All-gather the shards into the global tensor (``call.whole == "target"``); else cut this rank's shard
     from a global tensor: from the sum over ranks (a reduce-scatter), or from its own."""
     place, dim, batch_dim = call.shards_of(x, world_size), call.dim, call.batch_dim

@@ -78,7 +78,7 @@ def _moves_of(shift: Shift, rank: int, device: torch.device) -> ShiftMoves:
     return copy.on_current_stream()
 
 
-def shift_rows(x: Tensor, call: Roll, rank: int) -> collectives.Schedule[Tensor]:
+def shift_rows(x: Tensor, call: Roll, rank: int) -> collectives.Requests[Tensor]:
     """Shift the rows of one rank's shard: an all-to-all of the rows that change ranks, and, meanwhile, copies
     of the others."""
     shift: Shift = object_of(call.shift)
@@ -97,7 +97,7 @@ def shift_rows(x: Tensor, call: Roll, rank: int) -> collectives.Schedule[Tensor]
     return out if out.dtype == dtype else out.view(dtype)
 
 
-def return_rows(x: Tensor, call: Roll, rank: int) -> collectives.Schedule[Tensor]:
+def return_rows(x: Tensor, call: Roll, rank: int) -> collectives.Requests[Tensor]:
     """Send the rows of one rank's gradient back to the rows that they came from, and sum them there, in
     float32 where a row has several."""
     shift: Shift = object_of(call.shift)
@@ -125,7 +125,7 @@ def _log(rank: int, message: Tensor, rows: Tensor, moves: ShiftMoves) -> None:
     )  # fmt: skip
 
 
-def _schedule(x: Tensor, call: Roll, rank: int) -> collectives.Schedule[Tensor]:
+def _schedule(x: Tensor, call: Roll, rank: int) -> collectives.Requests[Tensor]:
     return return_rows(x, call, rank) if call.back else shift_rows(x, call, rank)
 
 

@@ -67,8 +67,12 @@ class Placement:
     def positions(self, rank: int) -> Tensor:
         """Return the global position of each row of a rank's buffer, -1 at padding: int64 [Bp,
         lengths[rank]]."""
-        object.__setattr__(self, "order_is_read", True)
+        self.mark_order_read()
         return self._row_positions(rank)
+
+    def mark_order_read(self) -> None:
+        """Set ``order_is_read``."""
+        object.__setattr__(self, "order_is_read", True)
 
     @computed_once
     def _row_positions(self, rank: int) -> Tensor:
@@ -121,11 +125,16 @@ class Placement:
         first.scatter_reduce_(1, position // self.block, code, "amin")
         return torch.where(first == unowned, -1, first % self.world_size)
 
+    @cached_property
+    @on_host
+    def _joined(self) -> Tensor:
+        return torch.cat(self.slots, 1)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle all slots as one tensor, since torch passes each tensor to another process through a file of
-        its own."""
+        its own; one that this keeps, since a process that is spawned opens the file after the pickling."""
         counts = [part.shape[1] for part in self.slots]
-        parts = self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths
+        parts = self.length, self.block, self._joined, counts, self.lengths
         return _unpickle, parts, {"order_is_read": True}  # the process that made it may have read the order
 
     def batch_rows(self, first: int, count: int) -> "Placement":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,59 @@ class BackwardStep(NamedTuple):
     lse: Tensor
     delta: Tensor
     tables: Tables
+
+
+class PreparedStep(Protocol):
+    """The prepared launches of a step; a call starts them."""
+
+    def __call__(self) -> None: ...
+
+
+class StepEngine(Protocol):
+    """An engine computes the steps of one attention call on one device. It is bound to the scale, the mods
+    and their captures, and to the batch row and the head of the layer at which its tensors begin.
+
+    Sums are float32, float64 for float64 tensors. Padding, the rows that no slot covers, is neither read nor
+    written.
+    """
+
+    @property
+    def fused(self) -> bool:
+        """Whether :meth:`dkdv` adds dQ, and :meth:`dq` only clears it."""
+
+    @property
+    def v_head_dim(self) -> int | None:
+        """Head dim of out if a step's keys are latents, which the engine expands; None: that of values."""
+
+    def forward(self, step: ForwardStep, /) -> PreparedStep:
+        """Prepare a forward step."""
+
+    def dq(self, step: BackwardStep, dq: Tensor, /, *, add: bool = False) -> PreparedStep:
+        """Prepare to write the gradient of queries to dq [B, Hq, S, D], or with ``add`` to add it; dq has q's
+        dtype or lse's, for a fused engine lse's."""
+
+    def dkdv(
+        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, /, *, add: bool = False, split: int = 1
+    ) -> PreparedStep:
+        """Prepare to write the gradients of keys and values to dk [B, Hkv, rows, D] and dv [B, Hkv, rows, E],
+        of k's dtype or lse's, or with ``add`` to add them. A fused engine adds dQ to dq. The gradients of
+        captures are added to the engine's buffers, by dq or by a fused dkdv.
+
+        split: of :meth:`split`; if it is more than 1, dk and dv have ``Hkv * split`` heads of partial sums
+        """
+
+    def split(self, q: Tensor, k: Tensor, tables: Tables, /) -> int:
+        """Return the number of programs that share the query heads of a KV head in :meth:`dkdv`."""
+
+
+class Engine(StepEngine, Protocol):
+    """An engine that also computes parts of its heads, and delta."""
+
+    def from_head(self, first: int, /) -> Engine:
+        """Return the engine for tensors that begin with query head ``first`` of the layer."""
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, /) -> PreparedStep:
+        """Prepare to write delta [B, Hq, S] = rowsum(out * dout) - dlse, for out and dout [B, Hq, S, E]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ function show(row) {
   data.x = data.time.map((_, i) => i);
   shown.data = data;
   const labels = new Map(data.x.map((i) => [i, `${data.time[i].slice(0, 10)}\n${data.commit[i].slice(0, 9)}`]));
-  const end = data.x.length - 1, parts = Math.min(4, end) || 1;
+  const end = data.x.length - 1, parts = Math.min(innerWidth < 600 ? 2 : 4, end) || 1;
   const ticks = [...new Set(Array.from({ length: parts + 1 }, (_, i) => Math.round(i * end / parts)))];
   for (const axis of axes) {
     axis.major_label_overrides = labels;

@@ -120,7 +120,6 @@ def _combine(children: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )  # fmt: skip
 
 
-@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     st.recursive(_LEAVES, _combine, max_leaves=8), st.sampled_from(["<", "<=", "==", "!=", ">"])
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tritoncp
 from tests.command_process import run_code
+from tests.draws import few
 from tests.mods.harness import FORMULAS, N, eager_mask, read_formulas, run_mask, run_score
 from tritoncp.mods import mask_mod, score_mod
 from tritoncp.reference.dense import dense_attention
@@ -132,7 +133,7 @@ def test_special_values(name: str, dtype: torch.dtype) -> None:
     assert same(actual, expected.to(dtype)), [*zip(pairs, actual.tolist(), expected.tolist())]
 
 
-@hypothesis.settings(max_examples=25, deadline=None)
+@few()
 @hypothesis.given(
     st.lists(st.floats(width=32), min_size=1, max_size=12),
     st.sampled_from([n for n in UNARY + BINARY if n != "nan_to_num"]),

@@ -4,13 +4,15 @@ import json
 import math
 import random
 import statistics
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from scipy import stats
 
-from tests.perf.synthetic_history import H100, H200, perf, point
+from tests.perf.synthetic_history import H100, H200, line, perf, point, tags
 from tritoncp.perf.dashboard import compare
 from tritoncp.perf.records.history import Point, Series, append
 
@@ -105,6 +107,65 @@ def test_an_absent_device_is_named_and_cases_without_any_device_are_missing():
     assert comparison.absent_series == [
         str(H100)
     ] and "no measurement after on: NVIDIA H100" in compare.summary(comparison, 1)
+
+
+def test_the_mean_of_a_suite_is_geometric_and_its_interval_holds_the_truth_as_often_as_it_says():
+    """Cases of a suite share the disturbance of a run, which an interval from single cases would not know."""
+    draw, hits = np.random.default_rng(1), 0
+    for _ in range(400):
+        sides = []
+        for factors in ((1.0, 1.0, 1.0), (1.1, 1.0, 0.98)):
+            runs = draw.lognormal(0, 0.02, 4)
+            sides.append(
+                [
+                    point(f"c{case}", factor * pace * draw.lognormal(0, 0.003), run=str(run))
+                    for run, pace in enumerate(runs)
+                    for case, factor in enumerate(factors)
+                ]
+            )
+        (suite,) = compare.compare(*sides).suites
+        assert suite.ratio == pytest.approx(compare.compare(*sides).geomean) and suite.cases == 3
+        hits += suite.low <= (1.1 * 0.98) ** (1 / 3) <= suite.high
+    assert 0.92 <= hits / 400 <= 0.99, hits
+
+
+def test_suites_are_passes_on_devices_without_cases_that_fail():
+    def side(slow, fails):
+        times = {"a": 1.0 * slow, "b": 2.0, "c": fails}
+        points = [p for case, ms in times.items() for p in line(case, [ms] * 2, tags=tags(), flex=3.0)]
+        return [*points, *line("a", [5.0] * 2, series=H100, tags=tags(which="backward"), flex=10.0)]
+
+    suites = compare.compare(side(1.0, 1.0), side(1.21, None)).suites
+    assert [(s.name, s.series, s.cases) for s in suites] == [
+        ("forward", str(H200), 2),
+        ("backward", str(H100), 1),
+    ]
+    assert suites[0].ratio == pytest.approx(1.1) and suites[0].worst == pytest.approx(1.21)
+    before, after = suites[0].speedups["flex"]
+    assert (before, before / after) == pytest.approx((math.sqrt(3.0 * 1.5), 1.1))
+
+
+def test_a_branch_is_its_newest_measured_commit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def git(*words: str) -> str:
+        ready = ["git", "-c", "user.name=a", "-c", "user.email=a@localhost", *words]
+        return subprocess.run(ready, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "--quiet", "-b", "trunk")
+    commits = []
+    for i in range(4):
+        if i == 2:
+            git("checkout", "--quiet", "-b", "feature")
+        git("commit", "--quiet", "--allow-empty", "-m", str(i))
+        commits.append(git("rev-parse", "HEAD"))
+    for commit, ms in zip(commits[:3], (1.0, 2.0, 3.0)):
+        append(tmp_path / "a.jsonl", point("c", ms, run=commit, commit=commit).as_line())
+    words = ["compare", "trunk", "feature", "--history", "a.jsonl"]
+    (row,) = json.loads(perf(*words, "--json").stdout)["rows"]
+    assert (row["before"], row["after"]) == pytest.approx((2.0, 3.0)), "feature's tip was not measured"
+    assert f"after: feature: 1 run of {commits[2][:10]}" in perf(*words).stdout
+    assert perf("compare", "trunk", "HEAD", "--history", "a.jsonl").exit_code == 2, "HEAD is a commit"
 
 
 @pytest.fixture

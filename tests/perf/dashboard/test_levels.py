@@ -19,7 +19,7 @@ def test_no_other_commit_is_named_and_the_right_one_is_within_three_runs(steps, 
     found = judge(ours, [draw(seed, steps) for seed in range(count)])
     print(dict(found))
     assert found["wrong"] == 0 and found["right"] >= 0.95 * found["asked"], found
-    assert found["exact"] >= (0.9 if steps == 1 else 0.85) * found["asked"], "a set of commits is the exception"
+    assert found["exact"] >= (0.9 if steps == 1 else 0.85) * found["asked"], "sets of commits are exceptions"
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.long)])
@@ -79,11 +79,11 @@ def test_a_step_in_the_newest_commit_of_three_runs_is_named_at_once(size, count)
         found = ours(times, commits)
         assert all(first <= count - 1 == last and slower for first, last, slower in found)
         named += len(found)
-    assert named >= (18 if size > 1.05 else 16 if count > 4 else 1), named
+    assert named >= (18 if size > 1.05 or count > 4 else 1), named
 
 
 @pytest.mark.parametrize(("runs", "slow", "certain"), [(1, 1, False), (2, 2, True), (3, 3, True)])
-def test_as_many_runs_of_a_new_commit_say_as_much_as_they_can(runs, slow, certain):
+def test_the_certainty_of_a_step_depends_on_its_runs(runs, slow, certain):
     times = [1.0, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 1.01] + [1.15] * slow + [1.0] * (runs - slow)
     steps = find_steps(times, [*range(8), *[8] * runs])
     assert [step.best for step in steps] == [8], "also if it is only to be measured again"
@@ -107,8 +107,14 @@ def test_a_step_within_the_runs_of_a_commit_is_none():
     assert all(first <= 1 <= last or first <= 2 <= last for first, last, _ in found)
 
 
-def test_a_history_of_one_run_a_commit_names_the_commits_that_it_can_be():
-    times = np.random.default_rng(0).lognormal(0, 0.003, 20)
-    times[17:] *= 1.08
-    ((first, last, slower),) = ours(times, np.arange(20))
-    assert first <= 17 <= last <= 19 and slower
+@pytest.mark.parametrize(("noise", "alone"), [(0.003, 0.9), (0.01, 0.6)])
+def test_with_one_run_a_commit_the_commits_that_are_named_hold_the_right_one(noise, alone):
+    """Three runs after a step of 8 % in the 18th of 20 commits."""
+    exact = 0
+    for seed in range(50):
+        times = np.random.default_rng(seed).lognormal(0, noise, 20)
+        times[17:] *= 1.08
+        ((first, last, slower),) = ours(times, np.arange(20))
+        assert first <= 17 <= last and slower, seed
+        exact += first == last
+    assert exact >= 50 * alone, exact

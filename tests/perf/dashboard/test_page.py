@@ -1,5 +1,6 @@
 """The dashboard as a file: no regression is hidden, text of a history stays text, what is missing is said."""
 
+import json
 import re
 
 from tests.perf.synthetic_history import ENV, H100, H200, line, perf, tags, write
@@ -102,6 +103,21 @@ def test_accepted_changes_are_read_beside_the_history(tmp_path):
     assert perf("dashboard", tmp_path, "-o", out).exit_code == 2
 
 
+def test_a_badge_counts_the_worst_cases_of_the_page(tmp_path):
+    for times, message, colour in (
+        ([1.0] * 20, "1 as before", "brightgreen"),
+        ([1.0] * 19 + [1.3], "1 measure again", "orange"),
+        ([1.0] * 10 + [1.3] * 10, f"1 slower since {10:04x}000000", "red"),
+        ([1.0] * 19 + [None], "1 fails now", "red"),
+    ):
+        (tmp_path / "a.jsonl").unlink(missing_ok=True)
+        write(tmp_path / "a.jsonl", c=times, fine=[2.0] * 20 if colour != "brightgreen" else [])
+        words = ["dashboard", tmp_path, "-o", tmp_path / "page.html", "--badge", tmp_path / "badge.json"]
+        assert perf(*words).exit_code == 0
+        badge = json.loads((tmp_path / "badge.json").read_text())
+        assert badge == {"schemaVersion": 1, "label": "performance", "message": message, "color": colour}
+
+
 def test_a_comparison_has_its_page(tmp_path):
     sides = [
         write(tmp_path / f"{name}.jsonl", **{"slow": [factor, factor], "fine<b>": [1.0, 1.0]})
@@ -110,4 +126,6 @@ def test_a_comparison_has_its_page(tmp_path):
     result = perf("compare", *sides, "--fail-over", "5", "--html", tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
     assert result.exit_code == 1 and "Does not pass" in html and "1 past 5 %" in html and "TOO SLOW" in html
+    assert "Before, " in html and "2 runs of 0000000000" in html and "Suites" in html
+    assert html.count("<circle") == 2 and "fetch(" not in html
     assert "fine<b>" not in html.split("<script>")[0]

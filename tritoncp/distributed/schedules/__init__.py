@@ -1,28 +1,29 @@
-"""Schedules: the messages and steps of a pass. Each is a pair of generators, ``forward`` and ``backward``."""
+"""The schedules by name, each a :class:`tritoncp.distributed.schedules.schedule.Schedule`."""
 
-from typing import Any
-
-from tritoncp.distributed.schedules import allgather, fetch, local, ordered, ring, ulysses
+from tritoncp.distributed.schedules import allgather, fetch, local, ordered, ring
+from tritoncp.distributed.schedules.schedule import Schedule
+from tritoncp.distributed.schedules.ulysses import Ulysses
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import Engine
 
-SCHEDULES: dict[str, Any] = {
+SCHEDULES: dict[str, Schedule[Engine]] = {
     "allgather": allgather,
     "fetch": fetch,
     "ring": ring,
-    "ulysses": ulysses.with_inner(fetch),
-    "ulysses+ring": ulysses.with_inner(ring),
+    "ulysses": Ulysses(fetch),
+    "ulysses+ring": Ulysses(ring),
 }
 
 
-ORDERED: dict[str, Any] = {
+ORDERED: dict[str, Schedule[Engine]] = {
     "allgather": ordered,
     "fetch": ordered,
-    "ulysses": ulysses.with_inner(ordered),
+    "ulysses": Ulysses(ordered),
 }
 
 
-def schedule_of(plan: Plan, invariant: bool = False) -> Any:
-    """The forward and backward generators that carry out a plan.
+def schedule_of(plan: Plan, invariant: bool = False) -> Schedule[Engine]:
+    """Return the schedule that carries out a plan.
 
     invariant: whether bits must not depend on the number of ranks. Raises ValueError for a requested schedule
         whose sums do; where "auto" chose one, keys are fetched.

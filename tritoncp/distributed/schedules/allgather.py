@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import AllGather, ReduceScatter, Schedule, Ticket
+from tritoncp.distributed.collectives import AllGather, ReduceScatter, Requests, Ticket
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, dq_of_one_step, outputs, pack, separate, views
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, ForwardStep
+from tritoncp.planning.step_tables import BackwardStep, Engine, ForwardStep
 
 
 def forward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
-) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    plan: Plan, engine: Engine, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Requests[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables_for(q)
     out, lse, top = outputs(plan, engine, q, v, want_max)
@@ -38,8 +38,8 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
+    plan: Plan, engine: Engine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+) -> Requests[tuple[Tensor, Tensor, Tensor]]:
     """Compute dq, and dk and dv in lse's dtype, of this rank's shards; gradients of captures go to the
     engine's buffers."""
     tables = plan.tables_for(q)
@@ -81,7 +81,7 @@ def _groups(plan: Plan, k: Tensor, v: Tensor, q: Tensor, *rest: Tensor | None) -
     return _cut(sizes, k, v), _cut([size * group for size in sizes], q, *rest)
 
 
-def _engines(engine: Any, q_groups: Pieces) -> list[Any]:
+def _engines(engine: Engine, q_groups: Pieces) -> list[Engine]:
     """Make the engine of each head group."""
     if len(q_groups) == 1:
         return [engine]

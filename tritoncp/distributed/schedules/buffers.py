@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, StepEngine
 
 
 def pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
@@ -75,12 +75,12 @@ def _compare(a: Any, b: Any) -> int:
 
 
 def outputs(
-    plan: Plan, engine: Any, q: Tensor, v: Tensor, want_max: bool
+    plan: Plan, engine: StepEngine, q: Tensor, v: Tensor, want_max: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Allocate out, lse and max_scores; padding rows get the values of rows that see no key. The values of
     latents have no channels, and their engine knows those of out."""
     dtype = stats_dtype(q.dtype)
-    (b, h, s, _), e = q.shape, v.shape[3] or engine.v_head_dim
+    (b, h, s, _), e = q.shape, engine.v_head_dim or v.shape[3]
     out, lse = laid_out_as(q, e), torch.empty(b, h, s, dtype=dtype, device=q.device)
     top = torch.empty_like(lse) if want_max else None
     if not plan.q.is_filled(plan.rank):
@@ -102,7 +102,7 @@ def empty_dq(plan: Plan, q: Tensor, dtype: torch.dtype) -> Tensor:
     return empty_grad(q, dtype, plan.q.is_filled(plan.rank))
 
 
-def dq_of_one_step(plan: Plan, engine: Any, q: Tensor, lse: Tensor) -> Tensor:
+def dq_of_one_step(plan: Plan, engine: StepEngine, q: Tensor, lse: Tensor) -> Tensor:
     """Allocate dQ whose rows one step writes: in q's dtype, or for a fused engine, which adds, in lse's."""
     return empty_dq(plan, q, lse.dtype if engine.fused else q.dtype)
 
@@ -112,7 +112,9 @@ def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(out, dtype=lse.dtype), torch.empty_like(lse), torch.empty_like(lse)
 
 
-def dkdv(engine: Any, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False) -> None:
+def dkdv(
+    engine: StepEngine, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False
+) -> None:
     """Compute the gradients of a step's keys and values, into or added to dk, dv [B, h, rows, D|E]; a fused
     engine adds the gradients of the queries to ``dq``."""
     (b, h, rows, d), e = dk.shape, dv.shape[3]

@@ -2,14 +2,25 @@
 
 The local keys are computed while the others fly.  Backward, the float32 gradients return by the mirrored
 all-to-all and are added in rank order.  ``plan.fetch`` has the rows.
-"""
 
-from typing import Any
+Two ranks and a causal mask of four blocks: rank 0 has blocks 0 and 3, and sees the keys of all blocks; rank 1
+has blocks 1 and 2, and sees block 0 of rank 0. Step 0 of each rank is over its own keys, step 1 over the
+fetched ones, from the state of step 0.
+
+>>> from tritoncp import causal, create_block_mask, make_plan
+>>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512), world_size=2, rank=0, schedule="fetch")
+>>> for rank in range(2):
+...     own, fetch = plan.kv.slots[rank][0], plan.for_rank(rank).fetch
+...     keys = [(slots[:, 1] // 128).tolist() for slots in (own, fetch.slots[0])]
+...     print(f"rank {rank}: keys {keys[0]}, then {keys[1]}; rows to each rank {fetch.sends}")
+rank 0: keys [0, 3], then [1, 2]; rows to each rank (0, 128)
+rank 1: keys [1, 2], then [0]; rows to each rank (256, 0)
+"""
 
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import AllToAll, Schedule
+from tritoncp.distributed.collectives import AllToAll, Requests
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import (
     dkdv,
@@ -21,12 +32,12 @@ from tritoncp.distributed.schedules.buffers import (
     views,
 )
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, ForwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep, StepEngine
 
 
 def forward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
-) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    plan: Plan, engine: StepEngine, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Requests[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, engine, q, v, want_max)
     results = out, lse, top, new_state(out, lse)
@@ -44,8 +55,8 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
+    plan: Plan, engine: StepEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+) -> Requests[tuple[Tensor, Tensor, Tensor]]:
     """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
     buffers."""
     near, far = (plan.tables_for(q, where) for where in (plan.rank, "fetched"))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.distributed.collectives import AllToAll, Schedule
+from tritoncp.distributed.collectives import AllToAll, Requests
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
@@ -94,7 +94,7 @@ class HeadExchange:
         rows = plan.rows(degree, heads)
         return cls(rows, plan.rank % degree, degree, plan.world_size, *sides, heads // kv_heads)
 
-    def to_heads(self, *fields: Field) -> Schedule[list[Tensor]]:
+    def to_heads(self, *fields: Field) -> Requests[list[Tensor]]:
         """Exchange tensors by sequence [B, H, S, D] for tensors by heads [B, heads, degree * rows, D]."""
         flights, results = [], []
         for x, side in fields:
@@ -121,7 +121,7 @@ class HeadExchange:
             part.copy_(heads)
         return sent
 
-    def to_sequence(self, *fields: Returned) -> Schedule[list[Tensor]]:
+    def to_sequence(self, *fields: Returned) -> Requests[list[Tensor]]:
         """Exchange tensors by heads for tensors by sequence."""
         flights, results = [], []
         for x, side, _ in fields:
@@ -165,7 +165,7 @@ class HeadExchange:
         """Extend counts of the row's ranks to all ranks of the world, with zeros."""
         return [0] * self._first_rank + counts + [0] * (self.world - self._first_rank - self.degree)
 
-    def run_between_rows(self, schedule: Schedule[T]) -> Schedule[T]:
+    def run_between_rows(self, schedule: Requests[T]) -> Requests[T]:
         """Run a schedule of rows between the ranks at the same place in each row."""
         answer: Any = None
         while True:

@@ -3,21 +3,19 @@ where no rank reads keys of another."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import Schedule
+from tritoncp.distributed.collectives import Requests
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, dq_of_one_step, empty_grad, outputs
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, ForwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep, StepEngine
 
 
 def forward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
-) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    plan: Plan, engine: StepEngine, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Requests[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, engine, q, v, want_max)
     tables = plan.tables_for(q, plan.rank)
@@ -28,9 +26,9 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+    plan: Plan, engine: StepEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
     key_dtype: torch.dtype | None = None,
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+) -> Requests[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Compute (dq, dk, dv) in the dtypes of q, k, v, or dk and dv in ``key_dtype``; gradients of captures go
     to the engine's buffers."""
     tables = plan.tables_for(q, plan.rank)

@@ -7,21 +7,20 @@ Ulysses, so are the bits of dk and dv.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import AllToAll, Schedule
+from tritoncp.distributed.collectives import AllToAll, Requests
 from tritoncp.distributed.schedules import fetch, local
 from tritoncp.distributed.schedules.buffers import outputs, pack, separate, views
 from tritoncp.planning.ordered import ordered_step
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import StepEngine
 
 
 def forward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
-) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    plan: Plan, engine: StepEngine, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Requests[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     step = ordered_step(plan)
     q_rows, kv_rows = step.rows(q.device)
@@ -36,8 +35,8 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
+    plan: Plan, engine: StepEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+) -> Requests[tuple[Tensor, Tensor, Tensor]]:
     """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
     buffers."""
     step = ordered_step(plan)
@@ -52,7 +51,7 @@ def backward(
     return _put_back(dq, q_rows, q.shape[2], 0), *(yield from _send_gradients(plan, dk, dv, k))
 
 
-def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
+def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Requests[tuple[Tensor, Tensor]]:
     """Return this rank's keys and values and, after them, the rows that it fetches."""
     if plan.world_size == 1:
         return k, v
@@ -61,7 +60,7 @@ def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tenso
     return views(torch.cat([fetch.number_rows(plan, own), (yield flight)]), k)
 
 
-def _send_gradients(plan: Plan, dk: Tensor, dv: Tensor, k: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
+def _send_gradients(plan: Plan, dk: Tensor, dv: Tensor, k: Tensor) -> Requests[tuple[Tensor, Tensor]]:
     """Return the gradients of this rank's keys and values, from those of all that it read."""
     if plan.world_size == 1:
         return dk, dv

@@ -3,25 +3,48 @@
 The kernel continues from the previous step's (acc, m, l) in float32, so that no results need merging and none
 are rounded between steps.  A buffer travels as far as its last reader; backward, its float32 gradient follows
 one hop behind and goes home in one send (Ring Attention, arXiv 2310.01889; ``plan.ring`` has the hops).
+
+Two ranks and a causal mask of four blocks: rank 0 has the queries and keys of blocks 0 and 3, rank 1 those of
+blocks 1 and 2. In turn 0 each rank sends its keys to the other and computes the step over its own; in turn 1
+it computes the step over the keys that have come, from the state of turn 0, and writes out and lse.
+
+>>> from tritoncp import causal, create_block_mask, make_plan
+>>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512), world_size=2, rank=0, schedule="ring")
+>>> plan.owners.tolist()
+[[0, 1, 1, 0]]
+>>> for rank in range(2):
+...     for turn, hop in enumerate(plan.for_rank(rank).ring):
+...         blocks = plan.kv.slots[hop.owner][0, :, 1] // 128
+...         state = ("load, " if turn else "") + ("store" if hop.more else "finish")
+...         print(f"rank {rank}, turn {turn}: keys {blocks.tolist()}, sent to {hop.next}; state: {state}")
+rank 0, turn 0: keys [0, 3], sent to 1; state: store
+rank 0, turn 1: keys [1, 2], sent to None; state: load, finish
+rank 1, turn 0: keys [1, 2], sent to 0; state: store
+rank 1, turn 1: keys [0, 3], sent to None; state: load, finish
+
+Backward, each turn adds to dq, and to the gradient of the keys that it holds: in turn 1 that is the gradient
+of the other rank's keys, which goes home afterwards (``dkv_to``) and is added to the one of turn 0.
+
+>>> [(hop.dkv_to, hop.dkv_home) for hop in plan.ring]
+[(None, None), (1, 1)]
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import AllToAll, Schedule, Ticket
+from tritoncp.distributed.collectives import AllToAll, Requests, Ticket
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, new_state, outputs, pack, separate, views
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, ForwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep, StepEngine
 from tritoncp.planning.traffic import Hop
 
 
 def forward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
-) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    plan: Plan, engine: StepEngine, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Requests[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, engine, q, v, want_max)
     results = out, lse, top, new_state(out, lse)
@@ -38,8 +61,8 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
+    plan: Plan, engine: StepEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+) -> Requests[tuple[Tensor, Tensor, Tensor]]:
     """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
     buffers."""
     dq = empty_dq(plan, q, lse.dtype)

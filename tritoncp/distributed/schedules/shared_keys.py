@@ -21,7 +21,7 @@ from tritoncp.distributed.schedules.buffers import dkdv, dq_of_one_step, outputs
 from tritoncp.distributed.schedules.fetch import number_rows
 from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, ForwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep, StepEngine, Tables
 
 SCHEDULES = "allgather", "fetch"  # that send keys to the queries as they are
 
@@ -61,7 +61,7 @@ def send_keys(plan: Plan, k: Tensor, v: Tensor, group: Any) -> Tensor:
 
 
 def forward(
-    plan: Plan, engine: Any, q: Tensor, keys: Tensor, values: Tensor, want_max: bool
+    plan: Plan, engine: StepEngine, q: Tensor, keys: Tensor, values: Tensor, want_max: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute (out, lse, max_scores or None) of a chunk's queries; keys and values: of :func:`views_of`."""
     out, lse, top = outputs(plan, engine, q, values, want_max)
@@ -71,8 +71,9 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    plan: Plan, engine: StepEngine, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor, lse: Tensor,
+    delta: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute dq of a chunk's queries, and what they add to the gradients of all rows of the buffer, in lse's
     dtype: [n, heads, D] and [n, heads, E]."""
     dq = dq_of_one_step(plan, engine, q, lse)
@@ -128,7 +129,7 @@ def views_of(plan: Plan, buffer: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return views(buffer.unflatten(0, (-1, _batch_of_row(plan, q.shape[0]))), q)
 
 
-def _tables(plan: Plan, q: Tensor) -> Any:
+def _tables(plan: Plan, q: Tensor) -> Tables:
     buffer = "gathered" if plan.schedule == "allgather" else "held"
     return plan.tables_for(q, buffer)
 

@@ -10,80 +10,81 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import Schedule
+from tritoncp.distributed.collectives import Requests
 from tritoncp.distributed.schedules import local, ordered
 from tritoncp.distributed.schedules.head_exchange import HeadExchange
+from tritoncp.distributed.schedules.schedule import Schedule
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, ForwardStep
+from tritoncp.planning.step_tables import BackwardStep, Engine, ForwardStep, PreparedStep, StepEngine, Tables
 
 
-def with_inner(inner: ModuleType) -> SimpleNamespace:
-    """Combine Ulysses within rows with the schedule ``inner`` between rows."""
-    return SimpleNamespace(forward=partial(forward, inner), backward=partial(backward, inner))
+@dataclass(frozen=True)
+class Ulysses:
+    """The schedule of Ulysses within rows, and of ``between`` between rows."""
+
+    between: Schedule[StepEngine]
+
+    def forward(
+        self, plan: Plan, engine: Engine, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+    ) -> Requests[tuple[Tensor, Tensor, Tensor | None]]:
+        """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+        exchange = HeadExchange.of(plan, q, k)
+        q_heads, keys, values = yield from exchange.to_heads(
+            (q, exchange.q), (k, exchange.kv), (v, exchange.kv)
+        )
+        row, own_heads = self._schedule_between_rows(exchange), _engine_of_heads(engine, exchange)
+        computation = row.forward(exchange.plan, own_heads, q_heads, keys, values, want_max)
+        whole_out, *whole_stats = yield from exchange.run_between_rows(computation)
+        whole = [whole_out, *(x[..., None] for x in whole_stats if x is not None)]
+        out, *stats = yield from exchange.to_sequence(*((x, exchange.q, q) for x in whole))
+        lse, *top = (x[..., 0].contiguous() for x in stats)
+        return out, lse, top[0] if want_max else None
+
+    def backward(
+        self, plan: Plan, engine: Engine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor,
+        delta: Tensor,
+    ) -> Requests[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+        """Compute (dq, dk, dv) of this rank's shards; gradients of captures go to the engine's buffers."""
+        exchange = HeadExchange.of(plan, q, k)
+        dq, dk, dv = yield from self._head_gradients(exchange, engine, q, k, v, dout, lse, delta)
+        dq = dq.to(q.dtype)  # once the received tensors are freed
+        dq, dk, dv = yield from exchange.to_sequence(
+            (dq, exchange.q, q), (dk, exchange.kv, k), (dv, exchange.kv, v)
+        )
+        return dq, dk, dv
+
+    def _head_gradients(
+        self, exchange: HeadExchange, engine: Engine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
+        lse: Tensor, delta: Tensor,
+    ) -> Requests[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+        """Compute (dq, dk, dv) of this rank's heads, for all tokens of the row. The received tensors are
+        local and freed before gradients are sent."""
+        stats = torch.stack((lse, delta), -1)
+        q_heads, keys, values, whole_dout, whole_stats = yield from exchange.to_heads(
+            (q, exchange.q), (k, exchange.kv), (v, exchange.kv), (dout, exchange.q), (stats, exchange.q)
+        )
+        whole_lse, whole_delta = (x.contiguous() for x in whole_stats.unbind(-1))
+        row, own_heads = self._schedule_between_rows(exchange), _engine_of_heads(engine, exchange)
+        run = row.backward
+        if row is local and exchange.kv.shared:  # dK and dV are summed over the ranks that share a KV head
+            run = partial(local.backward, key_dtype=lse.dtype)
+        computation = run(exchange.plan, own_heads, q_heads, keys, values, whole_dout, whole_lse, whole_delta)
+        return (yield from exchange.run_between_rows(computation))
+
+    def _schedule_between_rows(self, exchange: HeadExchange) -> Schedule[StepEngine]:
+        """Return the schedule between rows: ``local`` where no row reads keys of another."""
+        between = self.between
+        return local if exchange.plan.derived.reads_only_own_keys and between is not ordered else between
 
 
-def forward(
-    inner: Any, plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
-) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
-    """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
-    exchange = HeadExchange.of(plan, q, k)
-    tensors = yield from exchange.to_heads((q, exchange.q), (k, exchange.kv), (v, exchange.kv))
-    row, own_heads = _schedule_between_rows(inner, exchange), _engine_of_heads(engine, exchange)
-    computation = row.forward(exchange.plan, own_heads, *tensors, want_max)
-    whole_out, *stats = yield from exchange.run_between_rows(computation)
-    whole = [whole_out, *(x[..., None] for x in stats if x is not None)]
-    out, *stats = yield from exchange.to_sequence(*((x, exchange.q, q) for x in whole))
-    lse, *top = (x[..., 0].contiguous() for x in stats)
-    return out, lse, top[0] if want_max else None
-
-
-def backward(
-    inner: Any, plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor,
-    delta: Tensor,
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Compute (dq, dk, dv) of this rank's shards; gradients of captures go to the engine's buffers."""
-    exchange = HeadExchange.of(plan, q, k)
-    dq, dk, dv = yield from _head_gradients(inner, exchange, engine, q, k, v, dout, lse, delta)
-    dq = dq.to(q.dtype)  # once the received tensors are freed
-    dq, dk, dv = yield from exchange.to_sequence(
-        (dq, exchange.q, q), (dk, exchange.kv, k), (dv, exchange.kv, v)
-    )
-    return dq, dk, dv
-
-
-def _head_gradients(
-    inner: Any, exchange: HeadExchange, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
-    lse: Tensor, delta: Tensor,
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Compute (dq, dk, dv) of this rank's heads, for all tokens of the row. The received tensors are local
-    and freed before gradients are sent."""
-    stats = torch.stack((lse, delta), -1)
-    *whole_qkv, whole_dout, whole_stats = yield from exchange.to_heads(
-        (q, exchange.q), (k, exchange.kv), (v, exchange.kv), (dout, exchange.q), (stats, exchange.q)
-    )
-    whole_lse, whole_delta = (x.contiguous() for x in whole_stats.unbind(-1))
-    row, own_heads = _schedule_between_rows(inner, exchange), _engine_of_heads(engine, exchange)
-    run = row.backward
-    if row is local and exchange.kv.shared:  # dK and dV are summed over the ranks that share a KV head
-        run = partial(local.backward, key_dtype=lse.dtype)
-    computation = run(exchange.plan, own_heads, *whole_qkv, whole_dout, whole_lse, whole_delta)
-    grads: tuple[Tensor, Tensor, Tensor] = yield from exchange.run_between_rows(computation)
-    return grads
-
-
-def _schedule_between_rows(inner: Any, exchange: HeadExchange) -> Any:
-    """Return the schedule between rows: ``local`` where no row reads keys of another."""
-    return local if exchange.plan.derived.reads_only_own_keys and inner is not ordered else inner
-
-
-def _engine_of_heads(engine: Any, exchange: HeadExchange) -> Any:
+def _engine_of_heads(engine: Engine, exchange: HeadExchange) -> StepEngine:
     """Return the engine for this rank's heads. A rank may hold some of the query heads that share a KV head,
     so that a step is one launch for each stretch of KV heads with equally many query heads."""
     own = exchange.q.heads[exchange.rank]
@@ -94,31 +95,35 @@ def _engine_of_heads(engine: Any, exchange: HeadExchange) -> Any:
 class StretchesEngine(NamedTuple):
     """An engine for the heads from ``first`` on, cut by :func:`stretches`."""
 
-    engine: Any
+    engine: Engine
     first: int
     cuts: Sequence[tuple[slice, slice]]
 
-    def forward(self, step: ForwardStep) -> Callable[[], None]:
+    def forward(self, step: ForwardStep) -> PreparedStep:
         return self._join(lambda engine, q, kv: engine.forward(_cut_step(step, q, kv)))
 
-    def dq(self, step: BackwardStep, dq: Tensor, *, add: bool = False) -> Callable[[], None]:
+    def dq(self, step: BackwardStep, dq: Tensor, *, add: bool = False) -> PreparedStep:
         return self._join(lambda engine, q, kv: engine.dq(_cut_step(step, q, kv), dq[:, q], add=add))
 
     def dkdv(
-        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False
-    ) -> Callable[[], None]:
+        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False, split: int = 1
+    ) -> PreparedStep:
         return self._join(
             lambda engine, q, kv: engine.dkdv(_cut_step(step, q, kv), dk[:, kv], dv[:, kv], dq[:, q], add=add)
         )
 
-    def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
+    def split(self, q: Tensor, k: Tensor, tables: Tables) -> int:
         return 1
 
     @property
     def fused(self) -> bool:
-        return bool(self.engine.fused)
+        return self.engine.fused
 
-    def _join(self, prepare: Callable[[Any, slice, slice], Callable[[], None]]) -> Callable[[], None]:
+    @property
+    def v_head_dim(self) -> int | None:
+        return self.engine.v_head_dim
+
+    def _join(self, prepare: Callable[[Engine, slice, slice], PreparedStep]) -> PreparedStep:
         """Prepare the launch of each stretch; return a function that starts them in order."""
         launches = [prepare(self.engine.from_head(self.first + q.start), q, kv) for q, kv in self.cuts]
 
@@ -129,15 +134,18 @@ class StretchesEngine(NamedTuple):
         return run
 
 
-def _cut_step(step: Any, q: slice, kv: slice) -> Any:
+Step = TypeVar("Step", ForwardStep, BackwardStep)
+
+
+def _cut_step(step: Step, q: slice, kv: slice) -> Step:
     """Cut the tensors of a step to some of their query heads and KV heads."""
     fields = step._asdict()
-    own: dict[str, Any] = {
+    cut: dict[str, Any] = {
         name: x[:, kv if name in ("k", "v") else q] for name, x in fields.items() if isinstance(x, Tensor)
     }
     if fields.get("state"):
-        own["state"] = [x[:, q] for x in step.state]
-    return step._replace(**own)
+        cut["state"] = [x[:, q] for x in fields["state"]]
+    return step._replace(**cut)
 
 
 @functools.lru_cache(256)

@@ -35,6 +35,7 @@ CONSTANT = re.compile(
 LOCAL = re.compile(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]")
 REGISTERS = re.compile(r"\.(?:reg|param)\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(.*)$", re.S)
 ADDRESS = re.compile(r"([%\w$.]+)\s*(?:\+\s*(-?\w+))?$")
+STRUCTURE = "structure"  # type of a parameter or result of several bytes
 FORMAL = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s.*?)?([\w$]+)(?:\[(\d+)\])?$", re.S)
 
 
@@ -67,7 +68,7 @@ def parse_ptx(text: str) -> Kernel:
 
 
 class PtxFunction(NamedTuple):
-    """A function's text, and its parameters and results as (name, type)."""
+    """A function's text, and its parameters and results as (name, type), the type `STRUCTURE` among them."""
 
     kind: str
     name: str
@@ -89,7 +90,7 @@ def formals_of(text: str | None) -> list[tuple[str, str]]:
         m = FORMAL.match(part)
         if not m:
             raise PtxSyntaxError(part)
-        formals.append((m[2], m[1]))
+        formals.append((m[2], STRUCTURE if m[3] else m[1]))
     return formals
 
 
@@ -132,12 +133,14 @@ class Label(str):
 class Body:
     """The statements of an entry function with inlined calls; the names of each call are made unique.
 
-    scopes: for each open brace, name of a register, label or local variable -> unique name
+    scopes:     for each open brace, name of a register, label or local variable -> unique name
+    structures: for each structure that a call returns, offset of a part in bytes -> its register
     """
 
     def __init__(self, text: str, functions: dict[str, PtxFunction], files: dict[int, str]) -> None:
         self.text, self.functions, self.files = text, functions, files
         self.registers: dict[str, int] = {}
+        self.structures: dict[str, dict[int, str]] = {}
         self.local: dict[str, tuple[int, int]] = {}
         self.statements: list[Label | Instruction] = []
         self.tables: dict[str, list[str]] = {}
@@ -155,7 +158,7 @@ class Body:
         above, self.scopes = self.scopes, [{}]
         if end is not None:
             for name, kind in (*function.formals, *function.results):
-                self.declare(name, WIDTHS[kind])
+                self.declare(name, kind)
         line = self.text.count("\n", 0, function.body) + 1
         for m in TOKEN.finditer(self.text, function.body):
             self.step(m, line, end)
@@ -191,11 +194,22 @@ class Body:
         self.names += 1
         return f"{name}@{self.names}"
 
-    def declare(self, name: str, width: int) -> None:
-        """Declare a register in the innermost scope, under a unique name."""
+    def declare(self, name: str, kind: str) -> None:
+        """Declare a register or a structure in the innermost scope, under a unique name."""
         outermost = len(self.calls) == 1 and len(self.scopes) == 1
         self.scopes[-1][name] = unique = name if outermost else self.unique("%u")
-        self.registers[unique] = width
+        if kind == STRUCTURE:
+            self.structures[unique] = {}
+        else:
+            self.registers[unique] = WIDTHS[kind]
+
+    def part_of(self, structure: str, offset: int, width: int) -> str:
+        """Return the register of a part of a structure; a first use makes it."""
+        parts = self.structures[structure]
+        if offset not in parts:
+            parts[offset] = self.unique("%u")
+            self.registers[parts[offset]] = width
+        return parts[offset]
 
     def resolve(self, name: str) -> str:
         if name.startswith("!"):
@@ -244,9 +258,10 @@ class Body:
         for name in (x.strip() for x in m[2].split(",")):
             several = re.match(r"([%\w$]+)<(\d+)>$", name)
             if "[" in name:
-                raise PtxSyntaxError(f"a parameter of a call that is a structure: {text}")
+                self.declare(name.split("[")[0], STRUCTURE)
+                continue
             for x in [f"{several[1]}{n}" for n in range(int(several[2]))] if several else [name]:
-                self.declare(x, WIDTHS[m[1]])
+                self.declare(x, m[1])
 
     def instruction(self, m: re.Match[str], line: int, end: Label | None) -> None:
         negated, guard, opcode, rest = m.groups()
@@ -268,13 +283,15 @@ class Body:
         if not new.opcode.startswith(("ld.param", "st.param")):
             return new
         at = next(x for x in new.operands if isinstance(x, Address))
-        if at.base not in self.registers:
+        width, register, offset = WIDTHS[new.parts[-1]], at.base, at.offset
+        if at.base in self.structures:
+            register, offset = self.part_of(at.base, at.offset, width), 0
+        elif at.base not in self.registers:
             return new
-        width = WIDTHS[new.parts[-1]]
-        if at.offset or len(new.parts) != 3 or self.registers[at.base] != width:
+        if offset or len(new.parts) != 3 or self.registers[register] != width:
             raise PtxSyntaxError(f"line {new.line}: {new.opcode} of a part of a parameter")
         new.opcode = f"mov.b{width}"
-        new.operands = [at.base if x is at else x for x in new.operands]
+        new.operands = [register if x is at else x for x in new.operands]
         return new
 
     def call(self, text: str, line: int, guard: str | None) -> None:
@@ -287,17 +304,23 @@ class Body:
             raise PtxSyntaxError(f"line {line}: call {text}, of a function that the module does not define")
         end, source, before = Label(self.unique("end")), self.source, len(self.statements)
         inside = [f"%u@{self.names + 1 + n}" for n in range(len(actuals) + len(results))]  # declared first
-        kinds = [kind for _, kind in (*function.formals, *function.results)]
-        moves = [
-            Instruction(f"mov.b{WIDTHS[kind]}", [a, self.resolve(b)], None, False, line, source)
-            for kind, a, b in zip(kinds, inside, (*actuals, *results), strict=True)
-        ]
-        for move in moves[len(actuals) :]:
-            move.operands.reverse()
+        outside = list(map(self.resolve, (*actuals, *results)))
+        if not self.structures.keys().isdisjoint(outside[: len(actuals)]):
+            raise PtxSyntaxError(f"line {line}: call {text}, with a structure as an argument")
         self.read(function, end)
         self.source = source
-        self.statements[before:before] = moves[: len(actuals)]
-        self.statements += [end, *moves[len(actuals) :]]
+
+        def move(to: str, of: str) -> Instruction:
+            return Instruction(f"mov.b{self.registers[to]}", [to, of], None, False, line, source)
+
+        pairs = list(zip(inside, outside, strict=True))
+        self.statements[before:before] = [move(formal, actual) for formal, actual in pairs[: len(actuals)]]
+        self.statements.append(end)
+        for formal, actual in pairs[len(actuals) :]:
+            for offset, register in self.structures.get(formal, {0: formal}).items():
+                width = self.registers[register]
+                to = self.part_of(actual, offset, width) if actual in self.structures else actual
+                self.statements.append(move(to, register))
 
 
 def blocks_of(statements: list[Label | Instruction], tables: dict[str, list[str]]) -> list[BasicBlock]:

@@ -35,6 +35,8 @@ ELEMENTS = {
     10: ("u2", "bf16", 0x7FFF),
 }
 
+MODES = (("interleave_layout", 0), ("swizzle_mode", 0), ("fill_mode", 0))  # none where memory is 0
+
 
 @dataclass
 class TensorMap:
@@ -117,9 +119,12 @@ class Tma:
         """Copy a tensor map from shared to global memory."""
         if nbytes != 128:
             raise CannotContinue(f"a tensor map of {nbytes} bytes", access.site)
-        cta = access.threads.cta
+        cta, shared = access.threads.cta, self.ctas.shared
         for key, handle in {(int(cta[j]), int(of[j])): int(to[j]) for j in access.positions}.items():
-            self.ctas.launch.tensor_maps[handle] = self.built(self.drafts.get(key, {}), access.site)
+            start = key[0] * shared.size + key[1]
+            zeroed = not shared.views[1][start : start + nbytes].any()
+            field = (dict.fromkeys(MODES, 0) if zeroed else {}) | self.drafts.get(key, {})
+            self.ctas.launch.tensor_maps[handle] = self.built(field, access.site)
 
     def built(self, field: dict[tuple[str, int], int], site: int) -> TensorMap:
         try:
@@ -133,10 +138,8 @@ class Tma:
                 raise CannotContinue("a tensor map with strides of elements", site)
             strides = [field["global_stride", d - 1] if d else element for d in dims]
             shape, box = ([field[name, d] for d in dims] for name in ("global_dim", "box_dim"))
-            nan = bool(field.get(("fill_mode", 0), 0))
-            return TensorMap(
-                field["global_address", 0], shape, strides, box, kind, field["swizzle_mode", 0], nan
-            )
+            modes = field["swizzle_mode", 0], bool(field["fill_mode", 0])
+            return TensorMap(field["global_address", 0], shape, strides, box, kind, *modes)
         except KeyError as e:
             raise CannotContinue("a tensor map without a field", site, str(e)) from None
 

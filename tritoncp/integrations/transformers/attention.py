@@ -17,6 +17,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.validate import MAX_HEAD_DIM
 from tritoncp.integrations.transformers.calls import watch_calls
+from tritoncp.integrations.transformers.graph import (
+    checked_plan,
+    has_handle,
+    mask_mod_in_graph,
+    plan_in_graph,
+)
 from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.integrations.transformers.positions import refuse_local_positions
@@ -114,13 +120,15 @@ def attention_forward(
     pairs = query.shape[2], key.shape[2]
     context_parallel = context_parallel or plan_of_call(module)
     if context_parallel is not None:
-        context_parallel.check_positions(position_ids)
         if bias is not None:
             raise ValueError(
                 "position_bias or indices are computed from the tokens of a shard alone: run this model on "
                 "whole sequences, without shard_batch"
             )
-        mask, mesh = context_parallel.layer_plan(attention_mask), context_parallel.mesh
+        in_graph = torch.compiler.is_dynamo_compiling() and has_handle(attention_mask)
+        plan_of_layer = plan_in_graph if in_graph else checked_plan
+        mask = plan_of_layer(context_parallel, attention_mask, position_ids)
+        mesh = context_parallel.mesh
     else:
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
             attention_mask = attention_mask.expand(-1, -1, *pairs)
@@ -182,7 +190,8 @@ def _mask_of(
     if cu_seq_lens_q is not None:
         return _packed_mask(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
     if isinstance(attention_mask, ModelMask):
-        return attention_mask.mask_mod
+        in_graph = torch.compiler.is_dynamo_compiling() and has_handle(attention_mask)
+        return mask_mod_in_graph(attention_mask) if in_graph else attention_mask.mask_mod
     if attention_mask is None:
         return default
     if isinstance(attention_mask, Mask | MaskMod | BlockMask | Plan):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
-from tritoncp.core.records import fields_of, record
+from tritoncp.core.handles import handle_of, stand_for
+from tritoncp.core.records import fields_of, record, replace
 from tritoncp.integrations.transformers.mask_functions import Pattern, read_pattern
 from tritoncp.integrations.transformers.model_classes import computes_attention_itself, has_sparse_layers
 from tritoncp.masks.block_mask_interface import BlockMaskInterface
@@ -40,6 +42,13 @@ class ModelMask(BlockMaskInterface):
     q_offset: int | Tensor
     kv_offset: int | Tensor
     attention_mask: Tensor | None
+    handle: Tensor | None = field(default=None, init=False, repr=False)  # None of a mask made in a graph
+
+    def pinned(self) -> ModelMask:
+        """Return the mask with a handle, by which graphs of single layers find it."""
+        object.__setattr__(self, "handle", handle_of(replace(self)))  # of a copy: a cycle would never end
+        stand_for(self, self.handle)
+        return self
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,6 +152,7 @@ def create_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
         )
     pattern = read_pattern(mask_function)
-    return ModelMask(
+    mask = ModelMask(
         mask_function, pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask
     )
+    return mask if torch.compiler.is_compiling() else mask.pinned()

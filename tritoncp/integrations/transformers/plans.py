@@ -14,6 +14,7 @@ from transformers import masking_utils
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.core.bounded_cache import TensorCache, computed_once
+from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.records import replace
 from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
@@ -66,6 +67,14 @@ class ContextParallelPlan:
         self.attention_mask, self.documents = attention_mask, documents
         self.reached = False  # whether a layer has got this
         self._checked = TensorCache(8)
+        self._add_handle()
+
+    def _add_handle(self) -> None:
+        """Set the handle, by which graphs find this: of a copy, since a cycle would never end."""
+        without = object.__new__(type(self))
+        vars(without).update(vars(self))
+        self.handle = handle_of(without)
+        stand_for(self, self.handle)
 
     def __deepcopy__(self, memo: Any) -> ContextParallelPlan:
         return self  # of the same batch, on the same ranks
@@ -76,10 +85,11 @@ class ContextParallelPlan:
                 "a batch of shard_batch with a process group has no meaning in another process: pickle the "
                 "batch before shard_batch, or shard it with a DeviceMesh"
             )
-        return {name: x for name, x in vars(self).items() if name != "_checked"}
+        return {name: x for name, x in vars(self).items() if name not in ("_checked", "handle")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _checked=TensorCache(8))
+        self._add_handle()
 
     @property
     def plan(self) -> Plan:

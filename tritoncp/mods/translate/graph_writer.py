@@ -29,6 +29,7 @@ from tritoncp.mods.translate.symbolic import (
     Lazy,
     Scalar,
     Value,
+    as_flag,
     as_rep,
     constant,
     fixed_dim,
@@ -131,7 +132,7 @@ class GraphWriter:
             axes = NO_AXES.union(*(index.at.axes for index in indices))
             self.load_axes = max(self.load_axes, len(axes & {"q", "kv"}))
             if tensor.dtype is torch.bool:
-                text = f"{text} != 0" if axes else f"flag({text} != 0)"
+                text = as_flag(f"{text} != 0", axes)
             name = self.block.name(text, f"t{place}_value")
             return Scalar(
                 name, tensor.dtype, TRITON_NAME[tensor.dtype], dtype_interval(tensor.dtype), None, axes

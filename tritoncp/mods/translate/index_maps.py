@@ -19,6 +19,7 @@ from tritoncp.mods.translate.symbolic import (
     Lazy,
     Scalar,
     Sparse,
+    as_flag,
     as_rep,
     constant,
     fixed_dim,
@@ -90,9 +91,10 @@ def wrap(block: Block, dim: Dim, index: Scalar) -> Index:
     assert index.range is not None, "an index is an integer"
     text = index.text if index.const is None else str(int(index.const))
     if index.range.lo >= 0:
-        return Index(index, f"({text} < {dim.text})")
+        return Index(index, f"({as_flag(f'{text} < {dim.text}', index.axes)})")
     name = block.name(f"wrap({text}, {dim.text})", "wrapped")
-    return variable_index(name, index.axes, f"inside({name}, {dim.text})", "index")
+    check = as_flag(f"inside({name}, {dim.text})", index.axes)
+    return variable_index(name, index.axes, check, "index")
 
 
 def gather(block: Block, source: Lazy, indices: Sequence[Scalar | Lazy | None]) -> Scalar | Lazy:

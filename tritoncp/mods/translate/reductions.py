@@ -24,6 +24,7 @@ from tritoncp.mods.translate.symbolic import (
     Lazy,
     Scalar,
     Value,
+    as_flag,
     as_rep,
     constant,
     fixed_dim,
@@ -109,7 +110,8 @@ def _cat(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Valu
     def element(part: Lazy, start: int, indices: Indices) -> Scalar:
         index = shift(block, indices[dim], -start, 1)
         if index.at.const is None:
-            check = f"inside({as_rep(index.at, 'int64')}, {part.shape[dim].size})"
+            place = as_rep(index.at, "int64")
+            check = as_flag(f"inside({place}, {part.shape[dim].size})", index.at.axes)
             index = index._replace(valid=" & ".join(filter(None, [index.valid, check])))
         return block.convert(part.at((*indices[:dim], index, *indices[dim + 1 :])), result.dtype)
 

@@ -48,6 +48,12 @@ class Scalar(NamedTuple):
     weak: bool = False
 
 
+def as_flag(comparison: str, axes: frozenset[str]) -> str:
+    """Return the source of a comparison as int1: in Triton's interpreter one of scalars has the type of its
+    operands, which is no mask of a load for Triton 3.9."""
+    return comparison if axes else f"flag({comparison})"
+
+
 class Dim(NamedTuple):
     """The length of a dimension: `size` in tracing, `text` in the emitted source."""
 
@@ -203,8 +209,7 @@ class Block:
 
     def comparison(self, expression: str, hint: str, *parents: Scalar) -> Scalar:
         """Emit a comparison."""
-        if not any(p.axes for p in parents):
-            expression = f"flag({expression})"
+        expression = as_flag(expression, NO_AXES.union(*(p.axes for p in parents)))
         return self.scalar(expression, hint, torch.bool, "int1", dtype_interval(torch.bool), *parents)
 
     def float_scalar(self, expression: str, hint: str, dtype: torch.dtype, *parents: Scalar) -> Scalar:

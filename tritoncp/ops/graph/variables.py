@@ -87,7 +87,8 @@ def _object_of(variable: Any) -> Any:
     if isinstance(variable, SymNodeVariable):
         return variable.evaluate_expr()  # a guard makes it constant
     if isinstance(variable, UserMethodVariable):
-        return types.MethodType(variable.fn, _object_of(variable.obj))
+        owner = variable.im_self if hasattr(variable, "im_self") else variable.obj  # before torch 2.15
+        return types.MethodType(variable.fn, _object_of(owner))
     try:
         if variable.source is not None and hasattr(variable, "value"):
             return variable.value

@@ -1,0 +1,15 @@
+"""Draws of hypothesis: 40 of each law, 150 with ``--hypothesis-profile=wide``, as in ``make test-all``."""
+
+from hypothesis import settings
+
+
+def register() -> None:
+    """Register both profiles, and load the narrow one; pytest loads another by its option."""
+    settings.register_profile("tritoncp", deadline=None, derandomize=True, max_examples=40)
+    settings.register_profile("wide", settings.get_profile("tritoncp"), max_examples=150)
+    settings.load_profile("tritoncp")
+
+
+def few(share: int = 4) -> settings:
+    """Return settings of a law that takes long: one draw in ``share``."""
+    return settings(max_examples=settings().max_examples // share)
