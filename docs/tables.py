@@ -1,7 +1,7 @@
 """`python docs/tables.py`: the tables of docs/schedules.md.
 
-Evenness, traffic, planning time and memory of every balancer. No attention runs: work and traffic are read
-from the plan, counted in blocks and rows.
+Evenness, traffic, planning time and memory of every balancer; predicted steps of packers. No attention runs:
+work and traffic are read from the plan, counted in blocks and rows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import bisect
 import ctypes
 import gc
+import heapq
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,10 +21,13 @@ import torch
 from torch.nn.attention import flex_attention
 
 from tritoncp.api.plans import make_plan
+from tritoncp.masks.closed_forms import causal, document
 from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.suite.everyday_masks import everyday_masks
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
+from tritoncp.planning.cost import BACKWARD_RATIO, hardware_of
+from tritoncp.planning.packer import pack_batches
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem
 from tritoncp.planning.report.units import format_tokens
@@ -223,10 +228,227 @@ def _format_cell(result: Quality) -> str:
     return f"{uneven}{result.imbalance:.3f}{uneven} · {result.travels:.1f} % · {result.seconds:.2f} s"
 
 
+# -- packers ------------------------------------------------------------------------------------------------
+
+SEQUENCES = 256  # of a global batch
+TOKENS_PER_RANK = 8192
+CLUSTERS = ((8, 1), (8, 4), (8, 8), (16, 4))  # (ranks of a replica, replicas)
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 4096, 32, 8, 128, 14336  # Llama-3 8B
+WEIGHTS = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * MLP  # of a layer
+FLOPS_OF_PAIR = (1 + BACKWARD_RATIO) * 4 * HEADS * HEAD_DIM
+FLOPS_OF_TOKEN = 3 * 2 * WEIGHTS
+BYTES_OF_KEY = 2 * KV_HEADS * HEAD_DIM * (2 + 2 + 4)  # K and V in both passes, float32 gradients home
+
+
+class Row(NamedTuple):
+    """Sequences that a group of ranks computes together in one step. zig_zag: the group cuts every sequence
+    into 2 x ranks pieces, and gathers its keys; else a plan places the row."""
+
+    sequences: list[int]
+    ranks: int
+    zig_zag: bool = False
+
+
+Packing = list[list[Row]]  # the rows of each step
+
+
+def pack_evenly(lengths: Sequence[int], ranks: int, replicas: int) -> Packing:
+    """Pack by `tritoncp.pack_batches`."""
+    cost = FLOPS_OF_TOKEN / FLOPS_OF_PAIR
+    batches = pack_batches(lengths, TOKENS_PER_RANK, ranks=ranks, data_parallel=replicas, token_cost=cost)
+    return _cut_steps([batch.sequences for batch in batches], ranks, replicas)
+
+
+def pack_first_fit(lengths: Sequence[int], ranks: int, replicas: int) -> Packing:
+    """Put each sequence, in order, into the first row with room. Rows form steps in order."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i, length in enumerate(lengths):
+        at = next((at for at, left in enumerate(room) if left >= length), len(rows))
+        if at == len(rows):
+            rows.append([])
+            room.append(ranks * TOKENS_PER_RANK)
+        rows[at].append(i)
+        room[at] -= length
+    return _cut_steps(rows, ranks, replicas)
+
+
+def pack_by_differencing(lengths: Sequence[int], ranks: int, replicas: int) -> Packing:
+    """Partition by Karmarkar and Karp's differencing over 6 h L + L^2, as slime and verl do, into the fewest
+    rows that hold their tokens; rows of similar cost form a step."""
+    work = [6 * HIDDEN * length + length * length for length in lengths]
+    most = ranks * TOKENS_PER_RANK
+    count = -(-sum(lengths) // (most * replicas)) * replicas
+    rows = partition_by_differences(work, count)
+    while any(sum(lengths[i] for i in row) > most for row in rows):
+        count += replicas
+        rows = partition_by_differences(work, count)
+    rows.sort(key=lambda row: -sum(work[i] for i in row))
+    return _cut_steps(rows, ranks, replicas)
+
+
+def partition_by_differences(work: Sequence[int], count: int) -> list[list[int]]:
+    """Partition numbers by the largest differencing method: merge the two partitions with the largest spread,
+    largest parts with smallest.
+
+    >>> partition_by_differences([8, 7, 6, 5, 4], 2)
+    [[0, 2], [4, 1, 3]]
+    """
+    number = itertools.count()
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
+        (-x, next(number), [(0, [])] * (count - 1) + [(x, [i])]) for i, x in enumerate(work)
+    ]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        one, two = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        parts = sorted(
+            ((x + y, a + b) for (x, a), (y, b) in zip(one, reversed(two))), key=lambda part: part[0]
+        )
+        heapq.heappush(heap, (parts[0][0] - parts[-1][0], next(number), parts))
+    return [part for _, part in heap[0][2]]
+
+
+def pack_in_powers_of_two(lengths: Sequence[int], ranks: int, replicas: int) -> Packing:
+    """Form a group of 2^n ranks for each sequence, the fewest that hold it, as Megatron's hybrid context
+    parallelism does: the longest first, on free ranks, else with others in the least busy group of its size
+    that has room, unless that group is then 5 % above the busiest one. What is left over waits for the next
+    step. Groups double while ranks are free."""
+    pending = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    steps = []
+    while pending:
+        free, rest = ranks * replicas, []
+        groups: list[tuple[int, list[int]]] = []  # (ranks, sequences)
+
+        def busy(group: tuple[int, list[int]]) -> float:
+            return sum(lengths[i] ** 2 for i in group[1]) / group[0]
+
+        for i in pending:
+            size = 1 << max(0, -(-lengths[i] // TOKENS_PER_RANK) - 1).bit_length()
+            if size <= free:
+                groups.append((size, [i]))
+                free -= size
+                continue
+            limit = 1.05 * max(map(busy, groups))
+            fitting = [
+                group
+                for group in groups
+                if group[0] == size
+                and lengths[i] + sum(lengths[j] for j in group[1]) <= size * TOKENS_PER_RANK
+                and busy(group) + lengths[i] ** 2 / size <= limit
+            ]
+            if fitting:
+                min(fitting, key=busy)[1].append(i)
+            else:
+                rest.append(i)
+        while growing := [group for group in groups if group[0] <= free]:
+            group = max(growing, key=busy)
+            groups[groups.index(group)] = (2 * group[0], group[1])
+            free -= group[0]
+        steps.append([Row(sequences, size, True) for size, sequences in groups])
+        pending = rest
+    return steps
+
+
+def _cut_steps(rows: Sequence[list[int]], ranks: int, replicas: int) -> Packing:
+    return [
+        [Row(row, ranks) for row in rows[at : at + replicas] if row] for at in range(0, len(rows), replicas)
+    ]
+
+
+PACKERS = {
+    "pack_batches": pack_evenly,
+    "powers of two": pack_in_powers_of_two,
+    "Karmarkar-Karp": pack_by_differencing,
+    "first fit": pack_first_fit,
+}
+
+
+class Drawn(NamedTuple):
+    """A distribution of lengths: log-normal, by median and spread, a share of the sequences by another."""
+
+    note: str
+    median: int
+    spread: float
+    share: float = 0.0
+    other_median: int = 1
+    other_spread: float = 0.0
+    most: int = 1 << 16
+
+    def lengths(self, count: int) -> list[int]:
+        generator = torch.Generator().manual_seed(0)
+        normal = torch.randn(count, generator=generator, dtype=torch.float64)
+        other = torch.rand(count, generator=generator) < self.share
+        scale = torch.where(other, self.other_median, self.median)
+        spread = torch.where(other, self.other_spread, self.spread)
+        return (scale * torch.exp(spread * normal)).long().clamp(16, self.most).tolist()
+
+
+DRAWN = {
+    "long SFT": Drawn(
+        "short chats, one in ten a long document of 8K to 64K tokens", 800, 1.0, 0.1, 24000, 0.6
+    ),
+    "RL rollouts": Drawn("chains of thought with a long tail, cut at 32K", 5000, 0.9, most=1 << 15),
+    "books and web": Drawn("web pages, one in fifty a book cut at 64K", 700, 1.1, 0.02, 90000, 0.6),
+}
+
+
+def measure_row(lengths: Sequence[int], row: Row) -> tuple[float, int, int]:
+    """Predict a layer's time on the slowest rank of a row, forward and backward; return (seconds, rows of
+    padding on all ranks, bytes that they send)."""
+    inside = [lengths[i] for i in row.sequences]
+    hardware = hardware_of(row.ranks)
+    pairs = sum(length * (length + 1) // 2 for length in inside) / row.ranks
+    rows, sent, received = sum(inside), 0, 0
+    if row.zig_zag and row.ranks > 1:
+        rows = sum(-(-length // (2 * row.ranks)) * 2 * row.ranks for length in inside)
+        sent, received = rows * (row.ranks - 1), rows * (row.ranks - 1) // row.ranks
+        rows //= row.ranks
+    elif row.ranks > 1:
+        mod = causal() & document(lengths=inside)
+        mask = create_block_mask(mod, 1, 1, sum(inside), sum(inside))
+        plan = build(mask, row.ranks, 0, balancer="locality", schedule="fetch")
+        remote = plan.traffic.clone().fill_diagonal_(0)
+        sent, received = int(remote.sum()), int(torch.maximum(remote.sum(0), remote.sum(1)).max())
+        pairs, rows = pairs * plan.imbalance, plan.s_local
+    wire = received * BYTES_OF_KEY / hardware.bandwidth
+    seconds = max(pairs * FLOPS_OF_PAIR / hardware.flops, wire) + rows * FLOPS_OF_TOKEN / hardware.flops
+    return seconds, rows * row.ranks - sum(inside), sent * BYTES_OF_KEY
+
+
+def measure_packing(lengths: Sequence[int], packing: Packing) -> tuple[float, int, int]:
+    """Sum the slowest row of each step, the padding and the bytes of all rows; see :func:`measure_row`."""
+    steps = [[measure_row(lengths, row) for row in step] for step in packing]
+    seconds = sum(max(row[0] for row in step) for step in steps)
+    padding = sum(row[1] for step in steps for row in step)
+    return seconds, padding, sum(row[2] for step in steps for row in step)
+
+
+def format_packers(count: int = SEQUENCES) -> str:
+    """Predict the steps of every packer over distributions and clusters, and format a table."""
+    rows = []
+    for name, drawn in DRAWN.items():
+        lengths = drawn.lengths(count)
+        for ranks, replicas in CLUSTERS:
+            cells = []
+            for pack in PACKERS.values():
+                packing = pack(lengths, ranks, replicas)
+                seconds, padding, sent = measure_packing(lengths, packing)
+                share = 100 * padding / sum(lengths)
+                figures = f"{1e3 * seconds:.1f} ms", f"{share:.1f} %", f"{sent / 2**30:.2f} GiB"
+                cells.append(" · ".join([*figures, f"{len(packing)}"]))
+            rows.append([name, f"{ranks} × {replicas}", *cells])
+            click.echo(f"{name}, {ranks} x {replicas} ranks", err=True)
+    notes = "; ".join(f"{name}: {drawn.note}" for name, drawn in DRAWN.items())
+    return f"{notes[:1].upper()}{notes[1:]}.\n\n" + _format_table(
+        ["lengths", "ranks × replicas", *PACKERS], rows
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "balance": lambda: format_balance(SIZES, WORLDS),
     "scaling": lambda: "\n\n".join([format_python_masks(1 << 20, 1 << 13), format_scale(SCALES)]),
     "fit": format_fit,
+    "packers": format_packers,
 }
 
 
@@ -236,7 +458,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "--write", is_flag=True, help="Write the tables into docs/schedules.md instead of printing them."
 )
 def main(name: str, write: bool) -> None:
-    """Measure balancers and plans on one CPU core, and make tables of docs/schedules.md."""
+    """Measure balancers, plans and packers on one CPU core, and make tables of docs/schedules.md."""
     torch.set_num_threads(1)
     path: Path = ROOT / "docs/schedules.md"
     tables = TABLES[name]()

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("cpu_engine")
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
-gallery = importlib.import_module("gallery")
+gallery, tables = map(importlib.import_module, ("gallery", "tables"))
 ELSEWHERE = {
     "compiled_kernels.md",
     "transformers.md",
@@ -327,6 +327,20 @@ def gallery_visible(entry: gallery.Entry, mask_mod: Any) -> Tensor:
     """Evaluate a mask_mod at every pair: bool [B, H, S, S]."""
     indices = torch.meshgrid(*(torch.arange(n) for n in (*entry.size, entry.size[2])), indexing="ij")
     return mask_mod(*indices).expand(indices[0].shape)
+
+
+@pytest.mark.parametrize("name", tables.PACKERS)
+def test_a_packer_of_the_table_holds_each_sequence_once_and_fits_its_ranks(name: str) -> None:
+    for drawn in tables.DRAWN.values():
+        lengths = drawn.lengths(64)
+        for ranks_of_replica, replicas in ((8, 1), (8, 4), (16, 4)):
+            packing = tables.PACKERS[name](lengths, ranks_of_replica, replicas)
+            rows = [row for step in packing for row in step]
+            assert sorted(i for row in rows for i in row.sequences) == list(range(64))
+            for row in rows:
+                assert sum(lengths[i] for i in row.sequences) <= row.ranks * tables.TOKENS_PER_RANK
+            for step in packing:
+                assert sum(row.ranks for row in step) <= ranks_of_replica * replicas
 
 
 def test_the_readme_is_short_and_its_pages_exist() -> None:
