@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -259,8 +260,8 @@ def _kinds(
         "config": config,
         "inputs_embeds": torch.empty(*shape, 0, device=device),
         "attention_mask": attention_mask,
-        "past_key_values": None,
         "position_ids": documents,
+        _cache_argument(): None,
     }
     requests = masking_utils.create_masks_for_generate(**arguments)
     requests = requests.values() if isinstance(requests, dict) else [requests]
@@ -270,6 +271,13 @@ def _kinds(
         one = one if isinstance(one, ModelMask) else create_mask(shape[0], shape[1], shape[1])
         kinds = {str(one.kind): one}
     return dict(sorted(kinds.items()))  # transformers iterates over a set, whose order differs by process
+
+
+@cache
+def _cache_argument() -> str:
+    """Return the name of the cache argument of transformers' mask functions: "cache" since 5.24."""
+    named = inspect.signature(masking_utils.create_causal_mask).parameters
+    return "cache" if "cache" in named else "past_key_values"
 
 
 def _labels(batch: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -20,7 +20,9 @@ SPARSE_LAYERS = frozenset(
     ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
 )
 RECURRENT_CACHES = ("cache_params", "state")  # cache arguments of recurrent modules
-CACHES = (*RECURRENT_CACHES, "past_key_values")  # cache arguments of all modules that mix tokens
+CACHES = (*RECURRENT_CACHES, "past_key_values", "cache")  # cache arguments of all modules that mix tokens
+# Methods by which recurrent modules write their state to a cache: since 5.24 all caches are called `cache`.
+STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -185,7 +187,9 @@ def may_be_recurrent(config: PreTrainedConfig) -> bool:
     return any(
         inspect.isclass(one)
         and issubclass(one, nn.Module)
-        and not _parameters(one).isdisjoint(RECURRENT_CACHES)
+        and not (
+            _parameters(one).isdisjoint(RECURRENT_CACHES) and STATE_UPDATES.isdisjoint(_names_of_methods(one))
+        )
         for one in classes
     )
 
