@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from tests.chunking.models import ROW_FUNCTIONS
 from tritoncp import causal, create_block_mask, flex_attention, full_mask, make_plan
 from tritoncp.chunking import attention, chunk, concretise
 from tritoncp.chunking.regions import describe_modules, is_backward, regions_of
@@ -340,3 +342,48 @@ def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():
         send(k, k, False, [], [], 1.0, plan.handle, spec)
     with pytest.raises(RuntimeError, match="tritoncp::send_keys has no derivative"):
         send(k.requires_grad_(), k, False, [], [], 1.0, plan.handle, spec)
+
+
+# Functions of x [B, S, C] whose rows are of other rows.
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumsum": lambda x: x.cumsum(1),
+    "cumprod": lambda x: x.cumprod(-2),
+    "cummax": lambda x: x.cummax(1).values,
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "topk": lambda x: x - x.topk(2, 1).values[:, -1:],
+    "flip": lambda x: x.flip(1),
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: x.log_softmax(1),
+    "convolution": lambda x: F.conv1d(x.mT, torch.ones(16, 1, 3), padding=1, groups=16).mT,
+}
+UNMIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    **ROW_FUNCTIONS,
+    "convolution of a row": lambda x: F.conv1d(x.mT, torch.ones(16, 16, 1)).mT,
+    "convolution of channels": lambda x: F.conv1d(
+        x.flatten(0, 1)[:, None], torch.ones(1, 1, 3), padding=1
+    ).view_as(x),
+    "sorted tokens": lambda x: x.flatten(0, 1)[x.flatten(0, 1)[:, 0].argsort(stable=True).argsort()].view_as(
+        x
+    ),
+}
+
+
+def warnings_of(fn: Callable[[Tensor], Tensor], dim: str) -> list[str]:
+    """Return the warnings of chunking a graph that calls a function twice."""
+    gm = forward_graph(lambda x, w: fn(fn(x.sin())), torch.randn(4, 8, 16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        chunk(gm, dim=dim)
+    return [str(one.message) for one in caught if "has the rows of a chunk alone" in str(one.message)]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_an_operator_along_the_sequence_warns_once_and_names_the_users_line(name: str) -> None:
+    (message,) = warnings_of(MIXED[name], "seq")
+    assert name in message and "model.py" in message
+    assert warnings_of(MIXED[name], "batch") == []
+
+
+@pytest.mark.parametrize("name", UNMIXED)
+def test_operators_of_rows_do_not_warn(name: str) -> None:
+    assert warnings_of(UNMIXED[name], "seq") == []

@@ -27,6 +27,12 @@ from tritoncp.core.log_lines import area_logger
 log = area_logger("chunking")
 aten = torch.ops.aten
 
+# Operators that compute along a dimension, from other rows where it is the one that is cut. (Sums are not
+# among them, nor sorts, as of experts' counters and tokens.)
+ALONG = {
+    *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "topk", "kthvalue", "median", "roll", "flip"),
+    *("_softmax", "_log_softmax", "logsumexp"),
+}  # fmt: skip
 CASTS = {"aten::_to_copy", "prims::convert_element_type", "aten::to"}
 REDUCTIONS = {"_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce"}
 GATHERS = {f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor")}
@@ -49,6 +55,29 @@ TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention
 def is_size(node: Node) -> bool:
     """Return whether a node computes a size or a condition on sizes."""
     return isinstance(node.meta.get("val"), SymInt | SymFloat | SymBool)
+
+
+def dims_along(node: Node) -> tuple[str, set[int]]:
+    """Return an operator that computes along dimensions of its first argument, and these; ("", set()) for
+    others. A decomposed operator has those of its reductions."""
+    original = node.meta.get("original_aten")
+    name = getattr(original, "_opname", "") or op_name(node).partition("::")[2]
+    source = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    if not isinstance(source, Tensor) or not source.ndim:
+        return "", set()
+    if op_name(node) == "aten::convolution":
+        kernel = node.all_input_nodes[1].meta["val"].shape
+        return name, {d for d in range(2, source.ndim) if kernel[d] != 1}
+    schema = getattr(node.target, "_schema", None)
+    if name not in ALONG or schema is None:
+        return "", set()
+    for place, argument in enumerate(schema.arguments):
+        if argument.name in ("dim", "dims"):
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            given = argument.default_value if given is None else given
+            dims: Any = range(source.ndim) if given is None else given
+            return name, {d % source.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
+    return "", set()
 
 
 def size_argument(node: Node) -> Sequence[Any]:
@@ -86,6 +115,7 @@ class Cut:
         self.chained = self._new_values()
         self.copied = self._dependents()
         self._warn_of_first_rows()
+        self._warn_of_mixed_rows()
         self._share_reductions()
         self._check_ops()
         self.joined = {node: self._kind_of_join(node) for node in self.inside if self._has_other_users(node)}
@@ -183,6 +213,27 @@ class Cut:
                     "the first ones, not those of its place. If these are positions or rotary tables, make "
                     "them outside of the region and pass them in"
                 )
+
+    def _warn_of_mixed_rows(self) -> None:
+        """Warn, once for each operator, of recurrences, convolutions and others along the sequence in a
+        region: a chunk has its rows alone."""
+        warned: set[str] = set()
+        for node in self.graph.nodes:
+            if self.dim != "seq" or node not in self.copied or is_backward(node):
+                continue
+            name, dims = dims_along(node)
+            if (
+                not dims
+                or name in warned
+                or not dims & {*self.sizes.dims(node.all_input_nodes[0].meta["val"])}
+            ):
+                continue
+            warned.add(name)
+            warn_caller(
+                f"{describe_node(node)} is {name.strip('_')} along the sequence in a region: it has the rows "
+                "of a chunk alone, so that results are not those of the whole. Move it out of the region, or "
+                'pass dim="batch"'
+            )
 
     def region_of(self, node: Node) -> str:
         """Return the region of a copied node; of a size outside, the region of a user."""
