@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from multiprocessing import resource_tracker
 
 import pytest
 
@@ -58,7 +59,9 @@ def test_processes_are_reused_from_one_run_to_the_next_and_end_with_the_pool():
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_ctrl_c_while_a_process_starts_reaches_the_parent_alone(method, monkeypatch):
-    """A terminal sends SIGINT to all processes of a command, also to those that are still importing."""
+    """A terminal sends SIGINT to all processes of a command, also to those that are still importing, and to
+    the first of a program, with which Python's tracker of resources starts."""
+    monkeypatch.setattr(resource_tracker._resource_tracker, "_fd", None)
     start = WorkerPool._start
 
     def interrupted_start(pool):

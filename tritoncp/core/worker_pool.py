@@ -9,7 +9,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Self
 
@@ -113,6 +113,9 @@ class _Worker:
         self.ended, self.began, self._num_results = False, 0.0, 0
         self.pipe, child_pipe = context.Pipe()
         self.process = context.Process(target=_work, args=(child_pipe, *arguments), daemon=True)
+        if context.get_start_method() != "fork":
+            # start() would start the tracker where none runs, and that unblocks SIGINT.
+            resource_tracker.ensure_running()
         # Ctrl-C reaches the parent only, also while the process starts, for seconds: it inherits the mask.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
