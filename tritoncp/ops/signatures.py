@@ -62,7 +62,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     Raises Disagreement on every rank where the ranks differ, PeerLost where a rank is missing. Under
     CUDA-graph capture nothing is compared.
     """
-    group, plan, facts = call.group, call.plan, Facts.of(call, q, k, v)
+    group, plan, facts = call.group, call.plan, call.facts or Facts.of(call, q, k, v)
     table, signature = table_of(group), (*facts[:SCALE], *facts[SCALE + 1 :])
     scales = table.scales.get(signature) or table.scales.put(signature, set())
     is_known = facts.scale in scales or len(scales) >= MAX_SCALES
