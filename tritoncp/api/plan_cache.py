@@ -138,7 +138,7 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
     """Exchange the lengths of the shards and make the plan of a raw mask (collective over the group)."""
     call = "flex_attention, which makes the plan of a raw mask"
 
-    def compare_shapes() -> tuple[None, consistency.Facts, Sequence[int]]:
+    def compare_shapes() -> tuple[None, consistency.Compared, Sequence[int]]:
         same = {
             "call": fact(call),
             "versions": consistency.versions(),
@@ -152,7 +152,7 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
     lengths, kv_lengths = map(list, zip(*rows, strict=True))
     rank = 0 if group is None else group.rank()
 
-    def build() -> tuple[Plan, consistency.Facts, Sequence[int]]:
+    def build() -> tuple[Plan, consistency.Compared, Sequence[int]]:
         digest = sources.digest() if group else b""
         result = plan_in_order(sources, sizes, lengths, kv_lengths, rank, digest)
         mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)

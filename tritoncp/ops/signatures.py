@@ -73,7 +73,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)}"
     purpose = f"{CALL} of {shapes} in {dtype_name(q)}"
 
-    def to_compare() -> tuple[None, consistency.Facts, Sequence[int]]:
+    def to_compare() -> tuple[None, consistency.Compared, Sequence[int]]:
         return None, {"call": fact(purpose, CALL.encode()), **_compared(call, facts)}, ()
 
     consistency.together(group, purpose, to_compare)
@@ -82,7 +82,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     groups.connect_data(group, q.device)  # not yet made if the plan is of another process
 
 
-def _compared(call: Call, facts: Facts) -> consistency.Facts:
+def _compared(call: Call, facts: Facts) -> consistency.Compared:
     """Return what the ranks compare of a call: its facts, the mask and the placement."""
     plan, score = call.plan, call.score
     mask, between = plan.mask, f"schedule {plan.schedule!r}, degree {plan.degree}"
