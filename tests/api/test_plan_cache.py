@@ -19,7 +19,7 @@ from tritoncp.api.plan_cache import plan_in_order
 from tritoncp.api.plans import make_plan
 from tritoncp.api.validate import ShardSizes
 from tritoncp.mods import recording
-from tritoncp.ops import engine_factory, executable
+from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
 S = 32
@@ -303,8 +303,8 @@ def test_finding_a_plan_again_does_nothing_to_any_tensor():
 
 
 def test_calls_of_a_kind_are_checked_once(monkeypatch):
-    """Until MAX_CHECKED_CALLS kinds are remembered: then the one that was used longest ago is forgotten."""
-    monkeypatch.setattr(executable, "MAX_CHECKED_CALLS", 3)
+    """Until MAX_CHECKED_CALLS kinds are remembered: then all are checked again."""
+    monkeypatch.setattr(plan_cache, "MAX_CHECKED_CALLS", 3)
     checked, check = [], plan_cache.validate.check_sizes
     monkeypatch.setattr(
         plan_cache.validate, "check_sizes", lambda *a: checked.append(a[1].heads) or check(*a)

@@ -29,6 +29,7 @@ from tritoncp.masks.traced_mask import TracedMask, plain_mask
 from tritoncp.ops import autograd, call_mods, dispatch
 from tritoncp.ops.call import Call
 from tritoncp.ops.executable import MAX_CHECKED_CALLS
+from tritoncp.ops.facts import with_facts
 from tritoncp.ops.graph.layouts import Uncapturable
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.planning.plan import Plan
@@ -317,8 +318,8 @@ def run_call(
     return _run_on_host(query, key, value, score_mod, block_mask, mesh, options)
 
 
-# Kinds of calls whose tensors passed the checks, each an object without contents, by `validate.call_key`.
-_CHECKED_CALLS: BoundedCache[Any, object] = BoundedCache(MAX_CHECKED_CALLS)
+# Kinds of calls whose tensors passed the checks, by `validate.call_key`.
+_CHECKED_CALLS: BoundedCache[Any, validate.CallKind] = BoundedCache(MAX_CHECKED_CALLS)
 
 
 @host_only
@@ -332,18 +333,23 @@ def _run_on_host(
     if dispatch.is_traced(query):
         with dispatch.fake_mode_of(query):
             return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
-    options, value = options.with_expansion(query, key, value)
-    group = groups.group_of(mesh)
-    call_key = validate.call_key(query, key, value, group, options)
-    kind = None if call_key is None else _CHECKED_CALLS.get(call_key)
+    group, call_key, kind = groups.group_of(mesh), None, None
+    if options.expand is not None:  # its parameters are read at each call
+        options, value = options.with_expansion(query, key, value)
+    elif (call_key := validate.call_key(query, key, value, group, options)) is not None:
+        kind = _CHECKED_CALLS.get(call_key)
     if kind is None:
         options.check(query, key, value)  # before a plan is made, for which ranks exchange their lengths
-        kind = None if call_key is None else _CHECKED_CALLS.put(call_key, object())
-    sizes = validate.ShardSizes.of(query, key, options.expand)
+        if call_key is not None:
+            kind = _CHECKED_CALLS.put(call_key, validate.CallKind(query, key, value))
+    sizes = validate.ShardSizes.of(query, key, options.expand) if kind is None else kind.sizes
     plan = plan_cache.plan_for(plain_mask(block_mask), sizes, group, kind, options.batch_offset)
     validate.check_order(plan, options.positions)
-    key, value = validate.shared_batch(query, key, value)
+    if kind is None or kind.shares_batch:
+        key, value = validate.shared_batch(query, key, value)
     call = make_call(query, plan, score_mod, group, options)
+    if kind is not None:
+        call = with_facts(call, kind, query, key, value)
     return autograd.forward([call], (query, key, value))
 
 

@@ -28,7 +28,7 @@ from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.masks.mask_mod import name_of
 from tritoncp.ops import signatures
-from tritoncp.ops.executable import caches_of
+from tritoncp.ops.executable import MAX_CHECKED_CALLS, caches_of
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report.text import format_title
@@ -98,10 +98,12 @@ def plan_for(
 def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any) -> None:
     """Check the shards of a call against its plan, unless those of a call of its key passed."""
     checked, key = caches_of(plan).checked_calls, (plan.rank, call_key)
-    if call_key is None or not checked.get(key):
+    if key not in checked or call_key is None:
         validate.check_ranks(plan, group)
         validate.check_sizes(plan, sizes)
-        checked[key] = True
+        if len(checked) >= MAX_CHECKED_CALLS:
+            checked.clear()
+        checked.add(key)
 
 
 def plan_cache_info() -> CacheInfo:
@@ -136,7 +138,7 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
     """Exchange the lengths of the shards and make the plan of a raw mask (collective over the group)."""
     call = "flex_attention, which makes the plan of a raw mask"
 
-    def compare_shapes() -> tuple[None, consistency.Facts, Sequence[int]]:
+    def compare_shapes() -> tuple[None, consistency.Compared, Sequence[int]]:
         same = {
             "call": fact(call),
             "versions": consistency.versions(),
@@ -150,7 +152,7 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
     lengths, kv_lengths = map(list, zip(*rows, strict=True))
     rank = 0 if group is None else group.rank()
 
-    def build() -> tuple[Plan, consistency.Facts, Sequence[int]]:
+    def build() -> tuple[Plan, consistency.Compared, Sequence[int]]:
         digest = sources.digest() if group else b""
         result = plan_in_order(sources, sizes, lengths, kv_lengths, rank, digest)
         mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)

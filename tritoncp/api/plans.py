@@ -103,7 +103,7 @@ def make_plan(
 @on_host
 def _make_plans(
     masks: Mapping[str, Any], group: Any, world_size: int, rank: int, options: dict[str, Any]
-) -> tuple[dict[str, Plan], consistency.Facts, Sequence[int]]:
+) -> tuple[dict[str, Plan], consistency.Compared, Sequence[int]]:
     """Make one placement for all masks and a plan for each; return (plans, facts for the ranks to compare,
     numbers to exchange)."""
     if not masks:

@@ -14,7 +14,7 @@ from tritoncp.api.plans import MaskLike
 from tritoncp.api.simulate import World
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed import groups
-from tritoncp.distributed.consistency import Facts, fact, together
+from tritoncp.distributed.consistency import Compared, fact, together
 from tritoncp.distributed.groups import Mesh
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.dispatch import is_traced
@@ -186,7 +186,7 @@ def _length_in_order(x: Tensor, dim: int, place: tuple[str, int, int]) -> int:
         )
     purpose = "unshard of shards in natural order"
 
-    def work() -> tuple[None, Facts, Sequence[int]]:
+    def work() -> tuple[None, Compared, Sequence[int]]:
         return None, {"call": fact(purpose)}, (rows,)
 
     _, lengths = together(groups.group_by_name(world), purpose, work)

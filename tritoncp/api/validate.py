@@ -56,6 +56,20 @@ class ShardSizes(NamedTuple):
         return dict(zip(names, sizes, strict=True)) if self.latent else None
 
 
+class CallKind:
+    """The calls of one :func:`call_key`, without ``expand=``, whose tensors passed the checks. Kinds are
+    compared by identity.
+
+    sizes: of their shards
+    shares_batch: whether keys or values of batch 1 are for several queries
+    """
+
+    __slots__ = "shares_batch", "sizes"
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.sizes, self.shares_batch = ShardSizes.of(q, k), not q.shape[0] == k.shape[0] == v.shape[0]
+
+
 _facts = attrgetter("shape", "dtype", "device", "layout")
 
 
@@ -64,7 +78,7 @@ def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
     one check per plan. None if sizes may be symbols. options: :class:`tritoncp.api.attention.Options`"""
     sinks = options.sinks
     for x in (q, k, v):
-        if type(x) is not Tensor or x.is_nested or x.ndim != 4:
+        if type(x) is not Tensor or x.is_nested:
             return None
     logits = None
     if sinks is not None:

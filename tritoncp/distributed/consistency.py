@@ -49,7 +49,7 @@ REMEDIES = {  # the facts that ranks compare, in this order, and the remedy wher
 }
 
 Text = str | Callable[[], str]
-Facts = Mapping[str, tuple[Text, bytes]]  # name: (text for messages, bytes that are compared)
+Compared = Mapping[str, tuple[Text, bytes]]  # name: (text for messages, bytes that are compared)
 
 
 class Disagreement(RuntimeError):
@@ -61,7 +61,7 @@ class Disagreement(RuntimeError):
 def together(
     group: Any,
     purpose: str,
-    work: Callable[[], tuple[T, Facts, Sequence[int]]],
+    work: Callable[[], tuple[T, Compared, Sequence[int]]],
 ) -> tuple[T, list[list[int]]]:
     """Run work() on every rank of the group and compare the facts it returns. Returns its result, and the
     numbers of all ranks.
@@ -115,7 +115,7 @@ def _read(text: Text) -> str:
     return text if isinstance(text, str) else text()
 
 
-def _record(facts: Facts, numbers: Sequence[int]) -> list[int]:
+def _record(facts: Compared, numbers: Sequence[int]) -> list[int]:
     """Encode one rank's row: its numbers, digests of its facts. Equally long for every purpose, so that ranks
     that make different calls meet in one exchange and report it."""
     digests = [digest_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
@@ -127,7 +127,7 @@ def digest_word(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
 
-def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) -> None:
+def _check_facts(facts: Compared, rows: list[list[int]], group: Any, purpose: str) -> None:
     """Raise Disagreement, with the values of each rank, where one of the facts differs."""
     columns = {name: [row[NUMBERS + at] for row in rows] for at, name in enumerate(REMEDIES)}
     differing = [name for name, values in columns.items() if len(set(values)) > 1]

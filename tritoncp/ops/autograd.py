@@ -138,7 +138,10 @@ def forward_pass(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Tenso
     """Compute out, lse and, if requested, max_scores of each call. tensors: query, key and value of each."""
     if calls[0].group is not None:
         signatures.compare_call(calls[0], *tensors[:3])
-    passes = [forward_schedule(call, *tensors[3 * i : 3 * i + 3]) for i, call in enumerate(calls)]
+    if len(calls) == 1:
+        passes = [forward_schedule(calls[0], *tensors)]
+    else:
+        passes = [forward_schedule(call, *tensors[3 * i : 3 * i + 3]) for i, call in enumerate(calls)]
     return [x for results in _drive(calls, passes, tensors[0]) for x in results if x is not None]
 
 
@@ -221,14 +224,16 @@ class Attention(torch.autograd.Function):
         """Return the gradients of the arguments of :meth:`forward`."""
         refuse_batched_gradients(*grads)
         count, saved = len(ctx.calls), ctx.saved_tensors
-        outs, lses, shards, captures = (
-            saved[:count], saved[count : 2 * count], saved[2 * count : 5 * count], saved[5 * count :]
-        )  # fmt: skip
-        calls, width = [call.with_captures(captures) for call in ctx.calls], len(grads) // count
-        douts = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads[::width], outs)]
-        columns = douts, grads[1::width], shards[::3], shards[1::3], shards[2::3], outs, lses
-        inputs = [BackwardInputs(*row) for row in zip(*columns, strict=True)]
+        captures, width, inputs = saved[5 * count :], len(grads) // count, []
+        for i in range(count):
+            out, lse, (q, k, v) = saved[i], saved[count + i], saved[2 * count + 3 * i : 2 * count + 3 * i + 3]
+            dout, dlse = grads[width * i : width * i + 2]
+            dout = torch.zeros_like(out) if dout is None else dout
+            inputs.append(BackwardInputs(dout, dlse, q, k, v, out, lse))
+        calls = [call.with_captures(captures) for call in ctx.calls]
         parts = backward(calls, inputs)
+        if not captures:
+            return None, *parts
         rest: list[Tensor | None] = [None] * len(captures)
         for place, grad in zip(calls[0].wants, parts[3 * count :], strict=True):
             rest[place] = grad

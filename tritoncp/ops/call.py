@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from tritoncp.ops import call_mods
 from tritoncp.ops.expand import Expansion
 from tritoncp.planning.plan import Plan
 
+if TYPE_CHECKING:
+    from tritoncp.ops.facts import Facts  # late: it imports this module
+
 
 class Call(NamedTuple):
     """One checked call on one rank: all inputs of its forward and backward pass except query, key and value.
@@ -31,6 +34,7 @@ class Call(NamedTuple):
     options: kernel options, sorted by name
     returns: the results besides out: "lse", "max_scores"; "sinks" if the call has some
     score_tensors: the tensors that the score_mod captures
+    facts:   of the call with its tensors, if they are kept (:func:`tritoncp.ops.facts.with_facts`), else None
     """
 
     plan: Plan
@@ -41,6 +45,7 @@ class Call(NamedTuple):
     returns: tuple[str, ...] = ()
     expand: Expansion | None = None
     score_tensors: Sequence[Tensor] = ()
+    facts: Facts | None = None
 
     @property
     def want_max(self) -> bool:
@@ -70,7 +75,8 @@ class Call(NamedTuple):
         """Copy the call with other captured tensors; () for none: an autograd node saves them apart from the
         call."""
         if (expand := self.expand) is None:
-            return self._replace(score_tensors=captures)
+            has_some = captures or self.score_tensors
+            return self._replace(score_tensors=captures) if has_some else self
         count = len(captures) - expand.num_tensors if captures else 0
         return self._replace(score_tensors=captures[:count], expand=expand.with_tensors(captures[count:]))
 

@@ -95,17 +95,17 @@ def engine_of(
             tensors = upload(tensors, device)  # at every call, as they may be edited between calls
         numbers = tuple(map(specialisation_of, score.numbers))
     layouts = tuple(map(layout_of, (q, k, v, *extra, *grads, *tensors)))
-    key = EngineKey(
-        Facts.of(call, q, k, v), numbers, layouts, plan.rank, call.group and weakref.ref(call.group), device,
-        executed_target(), tile_tables.table_generation,
+    key = (  # equal to the EngineKey of these fields, which takes as long to make as to look up
+        call.facts or Facts.of(call, q, k, v), numbers, layouts, plan.rank,
+        call.group and weakref.ref(call.group), device, executed_target(), tile_tables.table_generation,
     )  # fmt: skip
     executables = caches_of(plan).executables
     executable = executables.get(key)
     if cache_log.isEnabledFor(logging.DEBUG):
-        found = f"miss{_why_new(key, executables)}" if executable is None else "hit"
+        found = f"miss{_why_new(EngineKey(*key), executables)}" if executable is None else "hit"
         cache_log.debug("executables of the plan: %s", found)
     if executable is None:
-        executable = executables.put(key, _make_executable(call, q, v, grads))
+        executable = executables.put(EngineKey(*key), _make_executable(call, q, v, grads))
     if executable.mask_mod is not None:
         executable.mask_mod.on_current_stream()  # the engine reads its tensors on this stream
     if score is None or not (tensors or score.numbers):
@@ -236,6 +236,8 @@ def gradient_buffers(call: Call, like: Tensor) -> list[Tensor]:
 
 def sum_gradients(call: Call, grads: Sequence[Tensor]) -> list[Tensor]:
     """Convert the buffers of :func:`gradient_buffers` to gradients in the dtypes of the captures."""
+    if not grads:
+        return []
     totals = [deterministic_sum.total(grad) if grad.dtype is torch.int64 else grad for grad in grads]
     return [total.to(call.captures[i].dtype) for total, i in zip(totals, call.wants, strict=True)]
 

@@ -15,6 +15,7 @@ from tritoncp.planning.plan import Plan
 
 if TYPE_CHECKING:
     from tritoncp.kernels.engine import TritonEngine  # late: it imports all kernels
+    from tritoncp.ops.facts import Facts  # late: it imports this module
 
 MAX_EXECUTABLES = 256  # of one plan
 MAX_LAUNCHES = 1024  # of one executable
@@ -46,6 +47,7 @@ class PlanCaches:
     structures:    by schedule and degree
     visible_pairs: counts by rank, batch rows and heads
     checked_calls: keys of the calls whose shards have the plan's sizes
+    facts:         by kind of call and its parts, see :func:`tritoncp.ops.facts.with_facts`
     """
 
     def __init__(self) -> None:
@@ -54,7 +56,8 @@ class PlanCaches:
         self.cpu_steps: BoundedCache[Any, Any] = BoundedCache(MAX_STEPS)
         self.structures: BoundedCache[Any, Any] = BoundedCache(MAX_STRUCTURES)
         self.visible_pairs: BoundedCache[Any, int] = BoundedCache(MAX_COUNTS)
-        self.checked_calls: BoundedCache[Any, bool] = BoundedCache(MAX_CHECKED_CALLS)
+        self.checked_calls: set[Any] = set()  # no cache, whose look-up takes three times as long
+        self.facts: BoundedCache[Any, Facts] = BoundedCache(MAX_CHECKED_CALLS)
 
 
 def caches_of(plan: Plan) -> PlanCaches:

@@ -32,8 +32,7 @@ class Facts(NamedTuple):
     heads:   of query and of key
     head_dims: of query and key, and of value
     plan:    :func:`plan_structure`, with the global lengths
-    score:   digest of the score_mod, indices of its captures that require grad, and types of its captured
-             numbers; None: there is none
+    score:   :func:`structure_of_score`
     expand:  :func:`structure_of_expansion`, or None
     options: kernel options, sorted by name
     returns: the results besides out
@@ -61,12 +60,12 @@ class Facts(NamedTuple):
     @classmethod
     def of(cls, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Facts:
         """Return the facts of a call on these shards. Under ``expand`` k is a latent."""
-        plan, score, expand = call.plan, call.score, call.expand
+        plan, expand = call.plan, call.expand
         (batch, heads, _, dim), kv_heads, v_dim = q.shape, k.shape[1], v.shape[3]
         fields = (
             "cuda" if q.is_cuda else q.device.type, q.dtype, (batch, plan.first_row), (heads, kv_heads),
             (dim, v_dim), call.scale, plan_structure(plan),
-            None if score is None else (score.digest, score.wants, *map(type, score.numbers)),
+            structure_of_score(call.score),
             None if expand is None else structure_of_expansion(expand), call.options, call.returns,
         )  # fmt: skip
         return tuple.__new__(cls, fields)  # as cls(*fields), in half the time
@@ -91,6 +90,22 @@ class Facts(NamedTuple):
             "score_mod": score,
             "expand": f"expand {self.expand}" if self.expand else "no expand",
         }
+
+
+def with_facts(call: Call, kind: Any, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """Return the call with its facts, which are made once for each kind of call of a plan.
+
+    kind: object that stands for the properties of q, k and v that the facts are made of
+    """
+    plan, score, scale, group, options, returns, expand, tensors, _ = call
+    if expand is not None:  # to read its structure takes as long as to make its facts
+        return call
+    form = score and structure_of_score(score)
+    key = kind, plan.first_row, plan.schedule, plan.degree, scale, options, returns, form
+    kept = caches_of(plan).facts
+    facts = kept.get(key) or kept.put(key, Facts.of(call, q, k, v))
+    fields = plan, score, scale, group, options, returns, None, tensors, facts
+    return tuple.__new__(Call, fields)  # as call._replace(facts=facts), in a third of the time
 
 
 class EngineKey(NamedTuple):
@@ -124,6 +139,12 @@ class EngineKey(NamedTuple):
         """
         old, new = ({**key.facts._asdict(), **key._asdict(), "facts": None} for key in (self, other))
         return {name: f"{name} was {old[name]} and is {new[name]}" for name in old if old[name] != new[name]}
+
+
+def structure_of_score(score: Mod | None) -> tuple[Any, ...] | None:
+    """Return the digest of a score_mod, the indices of its captures that require grad, and the types of its
+    captured numbers; None for None."""
+    return None if score is None else (score.digest, score.wants, *map(type, score.numbers))
 
 
 def structure_of_expansion(expand: Expansion) -> tuple[Any, ...]:

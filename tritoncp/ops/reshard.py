@@ -77,7 +77,7 @@ class Reshard(NamedTuple):
         source, target = (in_order(like.length, like.world_size) if x is None else x for x in sides)
         return source, target
 
-    def facts(self, x: Tensor, world_size: int) -> consistency.Facts:
+    def facts(self, x: Tensor, world_size: int) -> consistency.Compared:
         """Return the facts of a call that must be equal on all ranks. x: a rank's shard"""
         handles, digests = (self.source, self.target), [b"", b""]
         if self.whole:
@@ -110,7 +110,7 @@ class RowCall(Protocol):
     def batch_dim(self) -> int | None: ...
     @property
     def name(self) -> str: ...
-    def facts(self, x: Tensor, world_size: int) -> consistency.Facts: ...
+    def facts(self, x: Tensor, world_size: int) -> consistency.Compared: ...
 
 
 _MOVES = TensorCache(64)

@@ -48,7 +48,7 @@ class Roll(NamedTuple):
         """Name of the public function of the call."""
         return "roll"
 
-    def facts(self, x: Tensor, world_size: int) -> consistency.Facts:
+    def facts(self, x: Tensor, world_size: int) -> consistency.Compared:
         """Return the facts of a call that must be equal on all ranks. x: a rank's shard"""
         digest = object_of(self.shift).digest
         sizes = ", ".join(map(str, [*x.shape[: self.dim], "rows", *x.shape[self.dim + 1 :]]))

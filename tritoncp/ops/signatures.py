@@ -62,7 +62,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     Raises Disagreement on every rank where the ranks differ, PeerLost where a rank is missing. Under
     CUDA-graph capture nothing is compared.
     """
-    group, plan, facts = call.group, call.plan, Facts.of(call, q, k, v)
+    group, plan, facts = call.group, call.plan, call.facts or Facts.of(call, q, k, v)
     table, signature = table_of(group), (*facts[:SCALE], *facts[SCALE + 1 :])
     scales = table.scales.get(signature) or table.scales.put(signature, set())
     is_known = facts.scale in scales or len(scales) >= MAX_SCALES
@@ -73,7 +73,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)}"
     purpose = f"{CALL} of {shapes} in {dtype_name(q)}"
 
-    def to_compare() -> tuple[None, consistency.Facts, Sequence[int]]:
+    def to_compare() -> tuple[None, consistency.Compared, Sequence[int]]:
         return None, {"call": fact(purpose, CALL.encode()), **_compared(call, facts)}, ()
 
     consistency.together(group, purpose, to_compare)
@@ -82,7 +82,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     groups.connect_data(group, q.device)  # not yet made if the plan is of another process
 
 
-def _compared(call: Call, facts: Facts) -> consistency.Facts:
+def _compared(call: Call, facts: Facts) -> consistency.Compared:
     """Return what the ranks compare of a call: its facts, the mask and the placement."""
     plan, score = call.plan, call.score
     mask, between = plan.mask, f"schedule {plan.schedule!r}, degree {plan.degree}"

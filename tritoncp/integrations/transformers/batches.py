@@ -19,7 +19,7 @@ from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
 from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import groups
-from tritoncp.distributed.consistency import Facts, Text, fact, together
+from tritoncp.distributed.consistency import Compared, Text, fact, together
 from tritoncp.integrations.transformers.batch_checks import (
     CONSUMED,
     check_config,
@@ -137,7 +137,7 @@ def _warn_without_mesh(mesh: Any) -> None:
 
 def _read_batch(
     batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None, group: Any
-) -> tuple[tuple[dict[str, ModelMask], Tensor, Tensor | None], Facts, tuple[int, ...]]:
+) -> tuple[tuple[dict[str, ModelMask], Tensor, Tensor | None], Compared, tuple[int, ...]]:
     """Return ((mask of each kind of layer, position_ids [B, S] or [axes, B, S], index of the document of each
     token [B, S] or None), facts for the ranks to compare, numbers)."""
     text, tokens = check_config(config, model), _tokens(batch)
