@@ -7,8 +7,6 @@ work and traffic are read from the plan, counted in blocks and rows.
 from __future__ import annotations
 
 import bisect
-import ctypes
-import gc
 import heapq
 import itertools
 import time
@@ -24,6 +22,7 @@ from tritoncp.api.plans import make_plan
 from tritoncp.masks.closed_forms import causal, document
 from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.suite.everyday_masks import everyday_masks
+from tritoncp.perf.suite.host_memory import peak_since, start_peak
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.cost import BACKWARD_RATIO, hardware_of
@@ -68,7 +67,7 @@ class Quality(NamedTuple):
     imbalance: largest work of a rank over the mean
     travels:   rows of keys that all ranks fetch, in per cent of the rows that a full all-gather moves
     seconds:   time of one core to build a rank's plan with the tables of its first step
-    mib:       most memory that it held meanwhile, beyond what the process held before, in MiB; None except
+    peak:      most memory that it held meanwhile, beyond what the process held before, in bytes; None except
                on Linux
     schedule:  that the plan has
     """
@@ -76,44 +75,23 @@ class Quality(NamedTuple):
     imbalance: float
     travels: float
     seconds: float
-    mib: float | None
+    peak: int | None
     schedule: str
 
 
 def measure_quality(mask: Mask, world_size: int, balancer: str, schedule: str = "fetch") -> Quality:
     """Build a plan, with the tables of the first step unless the schedule is "fetch", and return its
     quality."""
-    initial_bytes = _reset_peak_bytes()
+    start = start_peak()
     begin = time.process_time()
     plan = build(mask, world_size, world_size // 2, balancer=balancer, schedule=schedule)
     if schedule != "fetch":
         buffers: dict[str, int | str] = {"ring": plan.rank, "fetch": "fetched"}
         plan.tables("cpu", 1, 1, buffers.get(plan.schedule, "gathered"))
     seconds = time.process_time() - begin
-    mib = None if initial_bytes is None else max(0, _read_bytes("VmHWM") - initial_bytes) / MIB
+    peak = peak_since(start)
     travels = 100 * fetched_rows(plan) / ((world_size - 1) * plan.kv.length)
-    return Quality(plan.imbalance, travels, seconds, mib, plan.schedule)
-
-
-def _reset_peak_bytes() -> int | None:
-    """Start to measure the most resident memory of this process, and return its memory now, in bytes; None
-    except on Linux.
-
-    Python's tracemalloc does not count allocations of torch; the high-water mark of resident memory counts
-    all, once the allocator has returned its free memory.
-    """
-    reset = Path("/proc/self/clear_refs")
-    if not reset.exists():
-        return None
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    reset.write_text("5")  # resets the high-water mark
-    return _read_bytes("VmRSS")
-
-
-def _read_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
+    return Quality(plan.imbalance, travels, seconds, peak, plan.schedule)
 
 
 def fetched_rows(plan: Plan) -> int:
@@ -149,12 +127,11 @@ def format_scale(scales: Sequence[tuple[int, int]]) -> str:
             mask = Problem(name, tokens).block_mask()
             for balancer in balancers:
                 result = measure_quality(mask, world_size, balancer, "auto")
-                memory = "–" if result.mib is None else f"{result.mib:.0f} MiB"
                 figures = [
                     f"{result.imbalance:.3f}",
                     f"{result.travels:.1f} %",
                     f"{result.seconds:.2f} s",
-                    memory,
+                    _format_mib(result.peak),
                 ]
                 rows.append([name, balancer, *figures, result.schedule])
                 click.echo(f"{name}, {tokens} tokens, {world_size} ranks, {balancer}", err=True)
@@ -169,7 +146,7 @@ def format_python_masks(tokens: int, torch_tokens: int) -> str:
     ours, torchs = everyday_masks(tokens), everyday_masks(torch_tokens)
     rows = []
     for name, item in ours.items():
-        base = _reset_peak_bytes()
+        base = start_peak()
         start = time.process_time()
         mask = create_block_mask(item.mod, item.B, item.H, item.length, item.length)
         seconds = [time.process_time() - start]
@@ -177,7 +154,7 @@ def format_python_masks(tokens: int, torch_tokens: int) -> str:
             start = time.process_time()
             make_plan(mask, world_size=16, rank=1)
             seconds.append(time.process_time() - start)
-        memory = "–" if base is None else f"{(_read_bytes('VmHWM') - base) / MIB:.0f} MiB"
+        memory = _format_mib(peak_since(base))
         intervals = mask.row_intervals()
         most = "–" if intervals is None else str(intervals.shape[2] // 2)
         small = torchs[name]
@@ -192,6 +169,10 @@ def format_python_masks(tokens: int, torch_tokens: int) -> str:
     heads = ["mask", "intervals of a row", "mask and plan", "plan again", "most memory"]
     title = f"#### {format_tokens(tokens)} tokens, masks of Python functions"
     return f"{title}\n\n" + _format_table([*heads, f"torch's, {format_tokens(torch_tokens)} tokens"], rows)
+
+
+def _format_mib(count: int | None) -> str:
+    return "–" if count is None else f"{count / MIB:.0f} MiB"
 
 
 def format_fit() -> str:

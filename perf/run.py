@@ -285,7 +285,7 @@ def show(journal: Journal) -> None:
             "untuned" if name in untuned else _cell(speedups.get(name), point.goal.get(name))
             for name in families
         ]
-        peak = [f"{point.own['peak_bytes'] >> 20}" if "peak_bytes" in point.own else "–"] * len(memory)
+        peak = [_mib(point.own.get("peak_bytes"))] * len(memory)
         table.add_row(point.case, f"{point.ms:.4g}" if point.ms else "[red]failed[/]", *peak, *cells)
     console = make_console()
     console.print(table)
@@ -293,6 +293,17 @@ def show(journal: Journal) -> None:
         if not point.ms:
             console.print(f"{point.case}: tritoncp: {point.own['why']}", markup=False)
     console.print(f"every line is in {journal.path}", markup=False)
+
+
+def _mib(count: int | None) -> str:
+    """
+    >>> _mib(3 << 19), _mib(3 << 30), _mib(None)
+    ('1.5', '3072', '–')
+    """
+    if count is None:
+        return "–"
+    mib = count / 2**20
+    return f"{mib:.1f}" if mib < 10 else f"{mib:.0f}"
 
 
 def _cell(ratio: float | None, goal: float | None) -> str:

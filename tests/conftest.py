@@ -33,8 +33,8 @@ PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 PARSER.add_argument("--compiled")
 PARSER.add_argument("--plain")
 ARGUMENTS, _ = PARSER.parse_known_args()
-if PLAIN := ARGUMENTS.plain or os.environ.get("TRITONCP_TESTS_PLAIN"):
-    os.environ["TRITONCP_TESTS_PLAIN"] = PLAIN
+if PLAIN := ARGUMENTS.plain or os.environ.get("PYTEST_PLAIN"):
+    os.environ["PYTEST_PLAIN"] = PLAIN
 elif not HAS_GPU:
     PATHS.insert(0, ANOTHER_BLAS)
 if COMPILED := ARGUMENTS.compiled or os.environ.get("TRITONCP_TESTS_COMPILED"):

@@ -5,24 +5,29 @@ cannot be written, and a GPU that is not there; 130: Ctrl-C. An error is a line 
 TRITONCP_DEBUG=1, a traceback.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tritoncp._version import __version__
 from tritoncp.analysis.command import inspect
-from tritoncp.command_base import OutputFile, Tokens, errors_as_messages
+from tritoncp.command_base import OutputFile, Tokens, errors_as_messages, make_console
 from tritoncp.demo.command import demo
 from tritoncp.doctor import doctor
 from tritoncp.perf.cli import perf
 from tritoncp.planning import SCHEDULES
 from tritoncp.self_check.command import check
 from tritoncp.tuning.command import autotune
+
+if TYPE_CHECKING:
+    from tritoncp.planning.report.facts import PlanFacts
 
 
 class Group(click.Group):
@@ -123,7 +128,6 @@ def plan(png: Path | None, as_json: bool, **options: Any) -> None:
     """
     from tritoncp.planning.report.command import collect_facts
     from tritoncp.planning.report.drawing import draw_figure, require_matplotlib
-    from tritoncp.planning.report.text import format_lines
 
     if png is not None:
         require_matplotlib()
@@ -131,8 +135,21 @@ def plan(png: Path | None, as_json: bool, **options: Any) -> None:
         facts = collect_facts(**options)
         if png is not None:
             draw_figure(facts, png)
-        text = json.dumps(facts.as_json()) if as_json else "\n".join(format_lines(facts))
-    click.echo(text)
+        text = json.dumps(facts.as_json()) if as_json else ""
+    click.echo(text) if as_json else _print_facts(facts)
+
+
+def _print_facts(facts: PlanFacts) -> None:
+    """Print the text of a plan. On a terminal a line about one rank has the colour of this rank in pictures;
+    in a pipe or a file it is plain."""
+    from rich.text import Text
+
+    from tritoncp.planning.report.colours import rank_colours
+    from tritoncp.planning.report.text import format_lines
+
+    styles = ["rgb({},{},{})".format(*colour) for colour in rank_colours(facts.plan.world_size)]
+    lines = [Text(text, "" if rank is None else styles[rank]) for text, rank in format_lines(facts)]
+    make_console().print(Text("\n").join(lines), soft_wrap=True)
 
 
 for command in (autotune, check, demo, doctor, inspect, perf):

@@ -65,7 +65,8 @@ class Point:
     run, time:  identifier of the run, and time of the measurement (ISO 8601, UTC)
     env:        ATTRIBUTES and other facts about the machine
     contenders: by name ("tritoncp", "flex tma", ...) either figures (ms, low, high = median and quartiles;
-                optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": reason of the failure}
+                optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": reason of the failure};
+                peak_bytes are those of the device, and of the host for masks and plans
     tags:       mask, pass, dtype, shape, model, ranks
     work:       flops, wire_bytes
     state:      clock, power and temperature after the rounds; goal: least speedups worth shipping

@@ -1,4 +1,4 @@
-"""Host cases, without a GPU: times of masks and plans, Python time of a call, and the CPU engine.
+"""Host cases, without a GPU: times and memory of masks and plans, Python time of a call, and the CPU engine.
 
 They are written, compared and displayed as attention cases. The device of their series is the CPU.
 """
@@ -22,6 +22,7 @@ from tritoncp.perf.records.history import OURS, Journal
 from tritoncp.perf.suite import cases
 from tritoncp.perf.suite.baselines import Contender, Inputs, flex, inputs, one_device, split
 from tritoncp.perf.suite.cases import PASS_SUFFIXES, Case
+from tritoncp.perf.suite.host_memory import peak_since, start_peak
 from tritoncp.perf.suite.measure import prepare_pass
 from tritoncp.perf.suite.timing import Run, WallClock, time_interleaved
 from tritoncp.planning import SCHEDULES
@@ -177,10 +178,17 @@ def run(
 
 
 def measure(case: HostCase, seconds: float) -> dict[str, dict[str, Any]]:
-    """Measure all contenders of a case; return their figures."""
+    """Measure all contenders of a case; return their figures, for a mask and a plan with the most memory that
+    making it took, where the system tells it."""
     makers = list_contenders(case)
     with surroundings(case):
-        return time_interleaved(makers, WallClock(), seconds, case.rounds)
+        figures = time_interleaved(makers, WallClock(), seconds, case.rounds)
+        for name, make in makers.items() if case.which in ("mask", "plan") else ():
+            run, start = make(), start_peak()
+            run()
+            peak = peak_since(start)
+            figures[name] |= {} if peak is None else {"peak_bytes": peak}
+    return figures
 
 
 def list_contenders(case: HostCase) -> Makers:

@@ -31,7 +31,7 @@ from tritoncp.planning.parts import check_keys, check_part, chunk_rows, rows_of_
 from tritoncp.planning.placement import Placement, check_side
 from tritoncp.planning.report.drawing import draw_figure
 from tritoncp.planning.report.facts import PlanFacts
-from tritoncp.planning.report.text import format_costs, format_lines
+from tritoncp.planning.report.text import format_costs, format_text
 from tritoncp.planning.step_tables import Tables
 from tritoncp.planning.work import block_costs
 
@@ -447,7 +447,7 @@ class Plan(BlockMaskInterface):
 
     @on_host
     def __str__(self) -> str:
-        return "\n".join(format_lines(PlanFacts.of(self)))
+        return format_text(PlanFacts.of(self))
 
     def __repr__(self) -> str:
         """

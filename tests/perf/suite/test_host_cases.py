@@ -9,6 +9,7 @@ from tritoncp.kernels.launch import Launch
 from tritoncp.perf.records.history import Journal, Series, read
 from tritoncp.perf.suite import host_cases
 from tritoncp.perf.suite.host_cases import HostCase, measure, no_launches
+from tritoncp.perf.suite.host_memory import start_peak
 from tritoncp.planning.problem import Problem
 
 
@@ -25,6 +26,8 @@ def test_goals_are_for_baselines_that_are_measured(world):
 def test_every_kind_of_case_gives_times(case):
     contenders = measure(case, 0.0)
     assert 0 < contenders["tritoncp"]["low"] <= contenders["tritoncp"]["ms"]
+    has_memory = case.which in ("mask", "plan") and start_peak() is not None
+    assert [name for name in contenders if "peak_bytes" in contenders[name]] == [*contenders] * has_memory
     if case.which == "mask":
         assert contenders["torch"]["ms"] > contenders["tritoncp"]["ms"]
 

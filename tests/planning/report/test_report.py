@@ -27,8 +27,8 @@ from tritoncp.planning.report.text import (
     WIDTH,
     format_blocks,
     format_heading,
-    format_lines,
     format_meaning,
+    format_text,
     format_work,
 )
 
@@ -175,7 +175,7 @@ def test_the_text_of_a_small_plan_is_this(monkeypatch: pytest.MonkeyPatch) -> No
     mask = create_block_mask(mod, 1, 1, 1024, 1024)
     plan = replace(build(mask, 3, 2, balancer="contiguous", schedule="ring"), reason="why")
     facts = PlanFacts.of(plan, cost.Hardware("a GPU", 1e13, 1e10, 1e-5, 0.7, "by hand"), **LAYER)
-    text, _, meaning = "\n".join(format_lines(facts)).partition("what this means:\n")
+    text, _, meaning = format_text(facts).partition("what this means:\n")
     assert text == TEXT and meaning.split() == " ".join(MEANING).split() and format_meaning(facts) == MEANING
     for imbalance, word in ((1.02, "yes"), (1.021, "nearly"), (1.1, "nearly"), (1.11, "no")):
         monkeypatch.setattr(Plan, "imbalance", imbalance)
@@ -211,6 +211,28 @@ def test_the_command_shows_the_text_of_print_and_draws(tmp_path: Path) -> None:
     assert got[1] == "mask: causal & document" and [got[0], *got[2:]] == [want[0], *want[2:]]
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert "\nmask: causal & document, documents of 2K, 6K\n" in plan_command("--lengths=2K, 6K")
+
+
+@pytest.mark.parametrize("ranks", [4, 11])  # the palette, and the rainbow
+def test_a_terminal_shows_the_lines_of_a_rank_in_its_colour(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"--seq-len={1024 * ranks}", f"--world-size={ranks}", "--balancer=contiguous"
+    plain = plan_command(*words)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = plan_command(*words)
+    assert "\x1b" not in plain and re.sub("\x1b[^m]*m", "", shown) == plain
+    coloured = re.findall(r"\x1b\[38;2;(\d+);(\d+);(\d+)m *(\d+)  ", shown)
+    paint = (255 * drawing.colours(ranks)).round().int().tolist()
+    assert [[*map(int, colour)] for *colour, _ in coloured] == [paint[int(rank)] for *_, rank in coloured]
+    _, blocks, bars, *_ = plain.split("\n\n")
+    rows = [row.split()[0] for row in [*blocks.split("\n")[1:], *bars.split("\n")[1:]]]
+    assert [rank for *_, rank in coloured] == [row for row in rows if row.isdigit()]
+    assert {int(rank) for *_, rank in coloured} == set(range(ranks)) and len(
+        {*map(tuple, paint)}
+    ) == ranks + 1
 
 
 def test_plans_up_to_a_size_are_made() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tritoncp.planning.report.colours import rank_colours
 from tritoncp.planning.report.facts import PlanFacts
 from tritoncp.planning.report.text import format_costs, format_heading, format_meaning
 from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
@@ -28,9 +29,8 @@ SIDE = 720  # most pixels across the mask
 FULL, MASKED = 1.0, 0.55  # opacity of the owner's colour
 SOME = 0.4  # least opacity of a pixel that stands for many blocks, any of them listed
 INK, GREY, OWN = "#212529", "#6c757d", "#f0be50"
-NO_OWNER = (222 / 255, 226 / 255, 230 / 255)
+NO_OWNER = (222, 226, 230)
 MASK_WIDTH = 90  # characters of the mask above the picture
-FEW = 10  # most ranks with a distinct palette
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False,
     "axes.edgecolor": GREY, "axes.labelcolor": GREY, "axes.titlesize": 11, "axes.titlelocation": "left",
@@ -75,12 +75,8 @@ def draw_figure(facts: PlanFacts, path: str | Path | None = None) -> Figure:
 
 
 def colours(world_size: int) -> Tensor:
-    """Return red, green and blue of each rank, and of -1 (no owner), from 0 to 1: float32 [W + 1, 3]. Few
-    ranks have a distinct palette; more have a rainbow in the order of the ranks."""
-    from matplotlib import colormaps
-
-    palette = colormaps["tab10"] if world_size <= FEW else colormaps["turbo"].resampled(world_size)
-    return torch.tensor([*(palette(rank)[:3] for rank in range(world_size)), NO_OWNER]).float()
+    """Return red, green and blue of each rank, and of -1 (no owner), from 0 to 1: float32 [W + 1, 3]."""
+    return torch.tensor([*rank_colours(world_size), NO_OWNER]) / 255
 
 
 def mask_pixels(plan: Plan, side: int = SIDE) -> Tensor:

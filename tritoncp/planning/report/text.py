@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,17 +27,29 @@ MESSAGES = {
 }
 
 
-def format_lines(facts: PlanFacts) -> list[str]:
+class Line(NamedTuple):
+    """A line of text, and the rank that it describes, if that is a single one."""
+
+    text: str
+    rank: int | None = None
+
+
+def format_lines(facts: PlanFacts) -> list[Line]:
     """Format a line for each query block (or group of blocks): its owner, then the key blocks that it sees,
     from █ all to · none. Below them the work of each rank in blocks, the cost of each schedule, and
     what that means in plain words."""
-    plan = facts.plan
+    plan, gap = facts.plan, Line("")
     mask = [f"mask: {facts.expression}"] if facts.expression else []
-    parts = [format_title(plan), *mask, "", *format_blocks(plan), ""]
-    parts += [*format_work(plan), "", *format_costs(facts), format_memory(facts), "", "what this means:"]
+    costs = [*format_costs(facts), format_memory(facts), "", "what this means:"]
     for sentence in format_meaning(facts):
-        parts += textwrap.wrap(sentence, 2 * WIDTH, initial_indent="  ", subsequent_indent="    ")
-    return parts
+        costs += textwrap.wrap(sentence, 2 * WIDTH, initial_indent="  ", subsequent_indent="    ")
+    head = map(Line, [format_title(plan), *mask])
+    return [*head, gap, *format_blocks(plan), gap, *format_work(plan), gap, *map(Line, costs)]
+
+
+def format_text(facts: PlanFacts) -> str:
+    """Format the lines as one text without colours: ``print(plan)``."""
+    return "\n".join(line.text for line in format_lines(facts))
 
 
 def format_memory(facts: PlanFacts) -> str:
@@ -95,25 +107,29 @@ def format_heading(plan: Plan) -> str:
     return f"Plan: {size}; {ranks}; order {plan.balancer}; schedule {plan.schedule}"
 
 
-def format_blocks(plan: Plan) -> list[str]:
+def format_blocks(plan: Plan) -> list[Line]:
     """Format the mask, a line for each query block or group of blocks, with the owners in front."""
     most = WIDTH if plan.world_size <= LINES else WIDTH // 2
     drawing = plan.mask.draw(most).split("\n")
     scale = max(1, -(-max(plan.mask.runs.shape[2:]) // most))  # blocks that share a character
-    owners = plan.owners[0].split(scale)
-    names = [shorten(format_ranks(sorted(set(owner.tolist()))), MOST_RANKS) for owner in owners]
+    owners = [sorted(set(owner.tolist())) for owner in plan.owners[0].split(scale)]
+    names = [shorten(format_ranks(ranks), MOST_RANKS) for ranks in owners]
     width = max([len("rank"), *map(len, names)])
-    rows = [f"{name:>{width}}  {line}" for name, line in zip(names, drawing)]
-    return [f"{'rank':>{width}}  sees", *rows]
+    rows = [
+        Line(f"{name:>{width}}  {row}", ranks[0] if len(ranks) == 1 and ranks[0] >= 0 else None)
+        for name, ranks, row in zip(names, owners, drawing)
+    ]
+    return [Line(f"{'rank':>{width}}  sees"), *rows]
 
 
-def format_work(plan: Plan) -> list[str]:
+def format_work(plan: Plan) -> list[Line]:
     """Format mean, largest and relative work, and a bar for each rank if there are few."""
     work, most = plan.work, max(plan.work)
     mean = sum(work) / len(work)
-    result = [f"work: blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}"]
+    result = [Line(f"work: blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}")]
     if most and len(work) <= LINES:
-        result += [f"{rank:>4}  {'█' * round(32 * w / most):<32}  {w:g}" for rank, w in enumerate(work)]
+        bars = [f"{rank:>4}  {'█' * round(32 * w / most):<32}  {w:g}" for rank, w in enumerate(work)]
+        result += [Line(bar, rank) for rank, bar in enumerate(bars)]
     return result
 
 
