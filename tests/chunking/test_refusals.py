@@ -33,7 +33,9 @@ FRAMES = {  # of a call, from the outermost: (file, line of code)
     attention.__file__: "return forward_op(q, k, v)",
     torch.__file__: "return op(*args)",
 }
-STACK = "".join(f'  File "{file}", line 7, in forward\n    {code}\n' for file, code in FRAMES.items())
+STACK = "".join(
+    f'  File "{file}", line 7, in forward\n    {code}\n    ~~^^^\n' for file, code in FRAMES.items()
+)
 
 
 def forward_graph(fn: Callable[..., Any], x: Tensor = X, mode: str = "symbolic") -> GraphModule:

@@ -106,8 +106,10 @@ def test_a_warning_names_incomparable_state_once(name: str) -> None:
         warnings.simplefilter("always")
         attend(score_mod)
         attend(score_mod)
-    texts = [str(w.message) for w in caught if "cannot be compared" in str(w.message)]
+    caught = [w for w in caught if "cannot be compared" in str(w.message)]
+    texts = [str(w.message) for w in caught]
     assert len(texts) == (name in RECORDED)
+    assert all(w.filename == __file__ for w in caught)
     assert all("capture it instead" in text and own_name in text for text in texts)
 
 

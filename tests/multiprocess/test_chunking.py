@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import tritoncp
 from tests.chunking import models
@@ -22,7 +23,7 @@ from tests.distributed.test_profiler_ranges import LOCAL, ranges
 from tests.multiprocess import ranks
 from tests.planning.memory_meter import sent_bytes
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan
-from tritoncp.chunking import chunk, mark, order, predict_timeline
+from tritoncp.chunking import Pass, chunk, mark, order, predict_timeline
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.streams import costs
 from tritoncp.chunking.streams.storages import hint
@@ -288,3 +289,43 @@ def compute_again(group: Any, cases: Any) -> None:
 def test_attention_that_a_checkpoint_computes_again_sends_its_keys_once_more(cases):
     """The checkpoint keeps rows of chunks alone: no keys of all chunks, or of other ranks."""
     ranks.run(2, compute_again, cases)
+
+
+class Checkpointed(torch.nn.Module):
+    """A layer that a checkpoint without a policy computes again in the backward pass."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any) -> Tensor:
+        return checkpoint(self.layer, *args, use_reentrant=False)
+
+
+def run_inductor(group: Any) -> Result:
+    """Compare a step of a model with a checkpointed layer, in chunks as inductor compiles them, with the
+    whole's. Each operation is torch's: a C++ compiler would take minutes for those of the model."""
+    models.Attention.mesh = group
+    plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=8), group, schedule="allgather")
+    torch.manual_seed(0)
+    model: Any = models.Model(models.Shape())
+    model.layers[0] = Checkpointed(model.layers[0])
+    want, whole = step(group, model, model, plan)
+    model.zero_grad()
+    cut = Pass("layers.*", dim="seq", chunks=CHUNKS)
+    options = {"joint_custom_pre_pass": cut, "fallback_by_default": True}
+    with fresh_cache():
+        call = torch.compile(model, fullgraph=True, options=options)
+        results, parts = step(group, model, call, plan, "seq")
+    assert want.keys() == results.keys()
+    for name in want:
+        torch.testing.assert_close(results[name], want[name], atol=2e-5, rtol=1e-4, msg=name)
+    return Result((whole.count, whole.bytes), (parts.count, parts.bytes), cut.reports[0], [], "")
+
+
+@pytest.mark.long
+def test_inductor_compiles_chunks_of_a_checkpointed_layer_that_share_an_exchange() -> None:
+    for result in ranks.run(2, run_inductor, timeout=600):
+        assert result.report.exchanges == 2
+        assert result.parts == result.whole
+        assert result.whole[0] == 4  # keys forward, again for the backward pass; keys and gradients in it

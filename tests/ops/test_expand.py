@@ -199,6 +199,40 @@ def test_a_function_that_cuts_rows_is_refused(rows: int, compiled: bool) -> None
         fast(*x[:4])
 
 
+def without_gradients(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return expand_latent(latent, *arguments)
+
+
+# Functions of which some result has no derivative, for some or all of the arguments.
+CONSTANTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "detached results": lambda *x: tuple([one.detach() for one in expand_latent(*x)]),
+    "a detached key": lambda *x: (expand_latent(*x)[0].detach(), expand_latent(*x)[1]),
+    "a detached latent": lambda latent, *x: expand_latent(latent.detach(), *x),
+    "results without gradients": without_gradients,
+    "views without gradients": lambda *x: tuple([one.mT.mT for one in without_gradients(*x)]),
+}
+
+
+@cpu_engine
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_function_without_a_derivative_has_gradients_of_zero(name: str, compiled: bool) -> None:
+    torch.compiler.reset()
+    x, fn, mask = inputs(12), CONSTANTS[name], create_block_mask(causal(), 1, 1, 12, 12, BLOCK_SIZE=4)
+
+    def call(q: Tensor, latent: Tensor, *arguments: Tensor) -> Tensor:
+        return flex_attention(q, latent, None, mask, enable_gqa=True, expand=(fn, *arguments, 2))
+
+    leaves = leaves_of(x)
+    out = dense_attention(leaves[0], *fn(*leaves[1:], 2), mask)[0]
+    want = torch.autograd.grad(out, leaves, x[4], allow_unused=True, materialize_grads=True)
+    fast = torch.compile(call, backend="aot_eager") if compiled else call
+    leaves = leaves_of(x)
+    fast(*leaves).backward(x[4])
+    agree([one.grad for one in leaves], [*want])
+
+
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
@@ -429,8 +463,9 @@ def test_a_wrong_function_on_one_rank_raises_on_all_in_graphs() -> None:
         return ranks.attempt(lambda: torch.compile(attend, backend="aot_eager")(*x[:4]))
 
     texts = ranks.run(2, call, timeout=60)
-    assert "expand: fn returned a Tensor; a pair of tensors is needed" in texts[0], texts
-    assert "expand: fn returned a Tensor" in texts[1] and "rank 0" in texts[1], texts
+    assert f"expand: fn at {__file__}:" in texts[0], texts
+    assert "returned a Tensor; a pair of tensors is needed" in texts[0], texts
+    assert "returned a Tensor; a pair" in texts[1] and "rank 0" in texts[1], texts
 
 
 @cpu_engine

@@ -30,7 +30,8 @@ def describe_node(node: Node, users: bool = False) -> str:
     """
     text = f"node {node.name} ({node.target})"
     trace = node.meta.get("stack_trace") or ""
-    if lines := [line.strip() for line in (user_frame(trace) or trace).splitlines() if line.strip()]:
+    # Lines of ^ and ~ mark the columns of the line above.
+    if lines := [line.strip() for line in (user_frame(trace) or trace).splitlines() if line.strip(" ^~")]:
         text += f", traced at {'; '.join(lines[-2:])}"
     if users:
         text += f", used by {', '.join(f'{user.name} ({user.target})' for user in node.users) or 'none'}"

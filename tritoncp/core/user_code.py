@@ -100,15 +100,15 @@ def _is_user_file(filename: str) -> bool:
     return not filename.startswith(_LIBRARY_PATHS) and "/contextlib.py" not in filename
 
 
-def user_line(fn: Any = None, callers: Container[CodeType] = ()) -> str:
-    """Return file:line of the innermost stack frame in user code; for what runs outside of ``fn``, as the
-    backward pass of what it computed, that of its definition. callers: code of the frames that call fn"""
+def user_line(default: str = "an unknown line", callers: Container[CodeType] = ()) -> str:
+    """Return file:line of the innermost stack frame in user code, else ``default``. callers: code of frames
+    at which the search ends, since their callers run something else"""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code in callers:
             break
         if _is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{line}"
-    return "an unknown line" if fn is None else origin(fn)
+    return default
 
 
 def last_user_line(stack: Sequence[traceback.FrameSummary], default: str) -> str:

@@ -7,7 +7,6 @@ a fingerprint takes microseconds; it needs no translation to Triton.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host, plain_autograd, refuse_dtensor
 from tritoncp.core.tracing import GraphRecorder, TensorIndexing
 from tritoncp.core.user_code import describe, origin
@@ -58,11 +58,10 @@ def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
     name = describe(fn)
     if (name, origin(fn)) not in _WARNED:
         _WARNED.add((name, origin(fn)))
-        warnings.warn(
+        warn_caller(
             f"{name} reads state that cannot be compared between calls ({reason}), so that it is run again "
             "at every call, for about a millisecond, to detect changes. Read the value once and capture it "
-            "instead: `cap = config.cap` in an enclosing function, and `cap` in the mask_mod or score_mod",
-            stacklevel=5,
+            "instead: `cap = config.cap` in an enclosing function, and `cap` in the mask_mod or score_mod"
         )
 
 

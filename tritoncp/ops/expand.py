@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritoncp.core.tracing import fresh_dispatch
+from tritoncp.core.user_code import origin
 from tritoncp.distributed.schedules import buffers
 from tritoncp.planning.memory import check_latent
 from tritoncp.planning.plan import Plan
@@ -97,7 +98,7 @@ class Expansion(NamedTuple):
                 result = call_with(self.modules, self.parameters, self.fn, latent, *self.arguments)
             else:
                 result = self.fn(latent, *self.arguments)
-        return _check_expanded(result, latent)
+        return _check_expanded(result, latent, origin(self.fn))
 
     def check_call(self, plan: Plan, is_invariant: bool) -> None:
         """Raise ValueError for a plan whose schedule exchanges heads, and for the kernel option invariant."""
@@ -126,17 +127,20 @@ def call_with(
     return functional_call(reader, dict(zip(names, parameters, strict=True)), (fn, *arguments))
 
 
-def _check_expanded(result: Any, latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Check the key and value that the function of expand= returned for rows of a latent; return them."""
+def _check_expanded(result: Any, latent: Tensor, place: str) -> tuple[Tensor, Tensor]:
+    """Check the key and value that the function of expand= returned for rows of a latent; return them.
+    place: file:line of the function, for messages"""
     if not isinstance(result, tuple | list) or [isinstance(x, Tensor) for x in result] != [True, True]:
         raise TypeError(
-            f"expand: fn returned a {type(result).__name__}; a pair of tensors is needed: return key, value"
+            f"expand: fn at {place} returned a {type(result).__name__}; a pair of tensors is needed: return "
+            "key, value"
         )
     for name, x in zip(("key", "value"), result):
         if x.ndim != 4 or x.shape[0] != latent.shape[0] or x.shape[2] != latent.shape[2]:
             raise ValueError(
-                f"expand: fn returned a {name} {tuple(x.shape)} for a latent {tuple(latent.shape)}; [batch, "
-                "heads, rows, head dim] with the latent's batch and rows is needed: map each row by itself"
+                f"expand: fn at {place} returned a {name} {tuple(x.shape)} for a latent "
+                f"{tuple(latent.shape)}; [batch, heads, rows, head dim] with the latent's batch and rows is "
+                "needed: map each row by itself"
             )
     key, value = result
     return key, value
@@ -157,7 +161,14 @@ class ExpandedStep(NamedTuple):
 
     def gradients(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute the gradients of the leaves from those of keys and values; zeros for an unused leaf."""
-        pairs = [(x, grad.to(x.dtype)) for x, grad in zip(self.keys, grads, strict=True) if x.requires_grad]
+        # A view that the function made under no_grad says that it requires grad, and has no derivative.
+        pairs = [
+            (x, grad.to(x.dtype))
+            for x, grad in zip(self.keys, grads, strict=True)
+            if x.grad_fn is not None or any(x is leaf for leaf in self.leaves)
+        ]
+        if not pairs:
+            return [torch.zeros_like(x) for x in self.leaves]
         with fresh_dispatch():
             results, grads = zip(*pairs, strict=True)
             return torch.autograd.grad(results, self.leaves, grads, allow_unused=True, materialize_grads=True)

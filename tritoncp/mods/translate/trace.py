@@ -182,6 +182,7 @@ class _Recorder(FakeRecorder):
         self.tensors: list[Tensor] = []
         self.constants: list[int] = []
         self.detaches = False
+        self._forward_lines: dict[int, str] = {}  # by sequence number of the autograd node that they made
         self._views: list[Tensor] = []  # views, and the tensors of which they are views
 
     @property
@@ -190,6 +191,8 @@ class _Recorder(FakeRecorder):
         return [tensor for i, tensor in enumerate(self.tensors) if i not in self.constants]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.detaches:  # in the forward pass
+            self._forward_lines.setdefault(torch.autograd._get_sequence_nr() - 1, self._line())
         self._refuse(func, args, kwargs or {})
         last = next(iter(reversed(self.graph.nodes)))
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -224,7 +227,11 @@ class _Recorder(FakeRecorder):
         return self._nodes[id(tensor)]
 
     def _line(self) -> str:
-        return user_line(self.fn, self.callers)
+        """Return the user's line of the present operation; in the backward pass of an operation of torch, the
+        line of that operation."""
+        node = torch._C._current_autograd_node()
+        forward = self._forward_lines.get(node._sequence_nr()) if node is not None else None
+        return user_line(forward or origin(self.fn), self.callers)
 
     def _is_capture(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and re.fullmatch(r"t\d+", node.name) is not None
