@@ -15,6 +15,7 @@ the process if there are several.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Hashable
 
 from tritoncp.core.bounded_cache import BoundedCache
@@ -28,6 +29,12 @@ def name_rank_by(function: Callable[[], str]) -> None:
     """Set the function that returns the name of this process's rank, with which messages begin."""
     global _rank_name
     _rank_name = function
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0, or the only one. Before torch.distributed is initialized the
+    rank is that of the launcher, as torchrun sets it."""
+    return (_rank_name() or f"rank {os.environ.get('RANK', '0')} ").startswith("rank 0 ")
 
 
 def _add_rank(record: logging.LogRecord) -> bool:

@@ -19,6 +19,7 @@ from tritoncp.core.tracing import read_batch_and_head, result_of, vmapped
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs, ramps
 from tritoncp.masks.classification.expression import Expression, Reader
+from tritoncp.masks.classification.progress import bar
 from tritoncp.masks.classification.row_intervals import RowIntervals
 from tritoncp.masks.classification.solve import Vectors, solve
 from tritoncp.masks.classification.tile_bounds import trace
@@ -178,16 +179,22 @@ def find_runs(
         collector.add(tiles[full], torch.tensor(int(Kind.FULL)).expand(int(full.sum())))
         collector.add(tiles[masked], torch.tensor(int(Kind.MASKED)).expand(int(masked.sum())))
         undecided = some & ~full & ~masked
+        done = 0
         for blocks in tiles[undecided & (size == 1)].split(_BLOCKS):
             collector.add(blocks, _kinds(evaluate, blocks, grid))
+            done += len(blocks)
+            if progress.is_due():
+                progress.show(int(size[undecided].sum()) - done + sum(map(_count_blocks, stack)))
         undecided &= size > 1
         settled = settled & (tiles[:, 5] - tiles[:, 4] > 1)
         return torch.cat([_columns(tiles[undecided & settled]), _quarters(tiles[undecided & ~settled])])
 
-    if B * H * grid.rows * grid.cols:
+    stack: list[Tensor] = []
+    total = B * H * grid.rows * grid.cols
+    with bar(f"create_block_mask {grid.q_len} x {grid.kv_len}", total) as progress:
         batch, head = torch.arange(B).repeat_interleave(H), torch.arange(H).repeat(B)
         edges = torch.tensor([0, grid.rows, 0, grid.cols]).expand(B * H, 4)
-        stack = [torch.cat([batch[:, None], head[:, None], edges], 1)]
+        stack += [torch.cat([batch[:, None], head[:, None], edges], 1)] if total else []
         while stack:
             tiles = stack.pop()
             if len(tiles) > _TILES:
@@ -312,6 +319,11 @@ class _TileCollector:
         self._merge()
         assert self._merged is not None
         return transpose(self._merged) if self._by_column else self._merged
+
+
+def _count_blocks(tiles: Tensor) -> int:
+    """Count the blocks of tiles."""
+    return int(((tiles[:, 3] - tiles[:, 2]) * (tiles[:, 5] - tiles[:, 4])).sum())
 
 
 def _columns(tiles: Tensor) -> Tensor:
