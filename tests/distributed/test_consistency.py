@@ -178,9 +178,10 @@ def test_a_mesh_is_a_group():
 
 def calls_with_a_mesh(mesh, schedule, rank=0):
     """Return a call of each public function that takes a mesh, by name: with a plan of the schedule, or if it
-    is None, without a plan."""
+    is None, without a plan where that can be."""
     x, edges = torch.ones(S // 2, 2, 16), torch.tensor([0, S])
-    placed = mask() if schedule is None else make_plan(mask(), world_size=2, rank=rank, schedule=schedule)
+    plan = make_plan(mask(), world_size=2, rank=rank, schedule=schedule or "auto")
+    placed = mask() if schedule is None else plan
     attend = tritoncp.ContextParallel()._apply(FlexAttention(), mesh)
     calls = {
         "make_plan": lambda: make_plan(mask(), mesh, schedule=schedule or "auto"),
@@ -196,6 +197,7 @@ def calls_with_a_mesh(mesh, schedule, rank=0):
         "shard": lambda: tritoncp.shard(q(S), placed, mesh, dim=2),
         "unshard": lambda: tritoncp.unshard(q(), placed, mesh, dim=2),
         "reshard": lambda: tritoncp.reshard(q(), schedule and placed, None, mesh, dim=2),
+        "roll": lambda: tritoncp.roll(q(), plan, 1, mesh, dim=2),
         "ContextParallel": lambda: attend(q(), q(), q(), block_mask=placed),
     }
     if schedule is None:
