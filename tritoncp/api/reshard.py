@@ -145,6 +145,12 @@ def unshard(
     their even pieces at every call; a graph needs a plan or mask with lengths.
     ``grad``: needed if x requires grad, the backward pass: "sum" (the loss is a sum over ranks:
     reduce-scatter) or "slice" (every rank computes the same loss: each keeps its rows, no communication).
+
+    >>> import torch
+    >>> from tritoncp import causal, create_block_mask, make_plan, shard, unshard
+    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=1, rank=0)
+    >>> unshard(shard(torch.arange(8), plan, dim=0), plan, dim=0)  # alone; under torchrun pass a mesh
+    tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
     validate.check_mesh(mesh, plan_or_mask)

@@ -38,6 +38,11 @@ def from_block_mask(bm: BlockMask, lengths: tuple[int, int] | None = None) -> Ma
 
     bm: the *global* mask, on any device; its lists are copied to the host at once.
     lengths: of queries and keys, for a mask of any lengths; ValueError for another, and without them.
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> bm = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 512, 512, device="cpu")
+    >>> from_block_mask(bm).shape, from_block_mask(bm).sparsity() == bm.sparsity()
+    ((1, 1, 512, 512), True)
     """
     if has_no_lengths(bm) != (lengths is not None):
         given = "any lengths" if lengths is None else bm.seq_lengths

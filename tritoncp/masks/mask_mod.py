@@ -241,12 +241,28 @@ def or_masks(*masks: MaskFn) -> MaskMod:
     """Return the mask_mod of the pairs that any of ``masks`` shows.
 
     Of closed forms it is a closed form if the union of every row's intervals is one interval.
+
+    Args:
+        masks: functions (b, h, q_idx, kv_idx) -> bool, closed forms as ``causal()`` among them
+
+    >>> from tritoncp.masks import causal, create_block_mask
+    >>> mod = or_masks(causal(), lambda b, h, q, kv: kv < 2)  # all see the first two tokens
+    >>> create_block_mask(mod, None, None, 4, 4).to_dense()[0, 0].int().tolist()
+    [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     """
     return Or(_check_callable("or_masks", masks))
 
 
 def not_(mask: MaskFn) -> MaskMod:
-    """Return the mask_mod of the pairs that ``mask`` hides."""
+    """Return the mask_mod of the pairs that ``mask`` hides.
+
+    Args:
+        mask: function (b, h, q_idx, kv_idx) -> bool, or a closed form as ``causal()``
+
+    >>> from tritoncp.masks import causal, create_block_mask
+    >>> create_block_mask(not_(causal()), None, None, 3, 3).to_dense()[0, 0].int().tolist()
+    [[0, 1, 1], [0, 0, 1], [0, 0, 0]]
+    """
     return Not(_check_callable("not_", (mask,)))
 
 
