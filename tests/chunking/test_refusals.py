@@ -357,6 +357,13 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(1),
     "log_softmax": lambda x: x.log_softmax(1),
     "convolution": lambda x: F.conv1d(x.mT, torch.ones(16, 1, 3), padding=1, groups=16).mT,
+    "mean": lambda x: x - x.mean(1, keepdim=True),
+    "sum": lambda x: x / x.square().sum(1, keepdim=True).sqrt(),
+    "amax": lambda x: x * (1 + x.abs().amax()).reciprocal(),
+    "var": lambda x: x / x.var(1, keepdim=True),
+    "select": lambda x: x - x[:, 0].tanh()[:, None],
+    "slice": lambda x: x - x[:, :1],
+    "bmm": lambda x: (x @ (x.mT @ x)).tanh(),
 }
 UNMIXED: dict[str, Callable[[Tensor], Tensor]] = {
     **ROW_FUNCTIONS,
@@ -364,6 +371,7 @@ UNMIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "convolution of channels": lambda x: F.conv1d(
         x.flatten(0, 1)[:, None], torch.ones(1, 1, 3), padding=1
     ).view_as(x),
+    "counts of experts": lambda x: x * (x.argmax(2).flatten().bincount(minlength=16) > 2),
     "sorted tokens": lambda x: x.flatten(0, 1)[x.flatten(0, 1)[:, 0].argsort(stable=True).argsort()].view_as(
         x
     ),

@@ -16,6 +16,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from tritoncp.chunking import attention, torch_attention
 from tritoncp.chunking.regions import describe_modules, has_tensor, is_backward, op_name, regions_of
@@ -27,8 +28,8 @@ from tritoncp.core.log_lines import area_logger
 log = area_logger("chunking")
 aten = torch.ops.aten
 
-# Operators that compute along a dimension, from other rows where it is the one that is cut. (Sums are not
-# among them, nor sorts, as of experts' counters and tokens.)
+# Operators that compute along a dimension, from other rows where it is the one that is cut. (Sorts are not
+# among them, as of experts' tokens; sums are seen by what becomes of them.)
 ALONG = {
     *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "topk", "kthvalue", "median", "roll", "flip"),
     *("_softmax", "_log_softmax", "logsumexp"),
@@ -57,27 +58,35 @@ def is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), SymInt | SymFloat | SymBool)
 
 
-def dims_along(node: Node) -> tuple[str, set[int]]:
-    """Return an operator that computes along dimensions of its first argument, and these; ("", set()) for
-    others. A decomposed operator has those of its reductions."""
-    original = node.meta.get("original_aten")
-    name = getattr(original, "_opname", "") or op_name(node).partition("::")[2]
+def operator_of(node: Node) -> str:
+    """Return the name of an operator, for a part of a decomposed one the name of that."""
+    return getattr(node.meta.get("original_aten"), "_opname", "") or op_name(node).partition("::")[2]
+
+
+def tensors_of(node: Node) -> list[Tensor]:
+    """Return the tensors of a node's value."""
+    return [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+
+
+def dims_along(node: Node) -> set[int]:
+    """Return the dimensions of its first argument along which an operator computes, for those of ALONG and
+    convolutions. A decomposed operator has those of its reductions."""
     source = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
     if not isinstance(source, Tensor) or not source.ndim:
-        return "", set()
+        return set()
     if op_name(node) == "aten::convolution":
         kernel = node.all_input_nodes[1].meta["val"].shape
-        return name, {d for d in range(2, source.ndim) if kernel[d] != 1}
+        return {d for d in range(2, source.ndim) if kernel[d] != 1}
     schema = getattr(node.target, "_schema", None)
-    if name not in ALONG or schema is None:
-        return "", set()
+    if operator_of(node) not in ALONG or schema is None:
+        return set()
     for place, argument in enumerate(schema.arguments):
         if argument.name in ("dim", "dims"):
             given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             given = argument.default_value if given is None else given
             dims: Any = range(source.ndim) if given is None else given
-            return name, {d % source.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
-    return "", set()
+            return {d % source.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
+    return set()
 
 
 def size_argument(node: Node) -> Sequence[Any]:
@@ -215,25 +224,45 @@ class Cut:
                 )
 
     def _warn_of_mixed_rows(self) -> None:
-        """Warn, once for each operator, of recurrences, convolutions and others along the sequence in a
-        region: a chunk has its rows alone."""
+        """Warn, once for each operator, of what has other rows along the sequence in a region: a chunk has
+        its rows alone."""
         warned: set[str] = set()
-        for node in self.graph.nodes:
-            if self.dim != "seq" or node not in self.copied or is_backward(node):
-                continue
-            name, dims = dims_along(node)
-            if (
-                not dims
-                or name in warned
-                or not dims & {*self.sizes.dims(node.all_input_nodes[0].meta["val"])}
-            ):
+        for node, meets_rows in self._mixed_rows():
+            name = operator_of(node)
+            if name in warned:
                 continue
             warned.add(name)
             warn_caller(
-                f"{describe_node(node)} is {name.strip('_')} along the sequence in a region: it has the rows "
-                "of a chunk alone, so that results are not those of the whole. Move it out of the region, or "
-                'pass dim="batch"'
+                f"{describe_node(node)} is {name.strip('_')} along the sequence in a region"
+                f"{', and its result meets the rows again' if meets_rows else ''}: it has the rows of a "
+                "chunk alone, so that results are not those of the whole. Move it out of the region, or pass "
+                'dim="batch"'
             )
+
+    def _mixed_rows(self) -> Iterator[tuple[Node, bool]]:
+        """Yield (node, False) for recurrences, convolutions and others along the sequence, and (node, True)
+        for those of a total that meets rows again, as a mean that is subtracted. A total that leaves the
+        region is another matter, and so are integers, as counts of experts' tokens."""
+        totals: dict[Node, Node] = {}  # value without rows -> node that made it, from rows
+        for node in self.graph.nodes:
+            if self.dim != "seq" or node not in self.copied or is_backward(node):
+                continue
+            along = dims_along(node)
+            if along and along & {*self.sizes.dims(node.all_input_nodes[0].meta["val"])}:
+                yield node, False
+            has_rows = any(self.sizes.dims(x) for y in node.all_input_nodes for x in tensors_of(y))
+            source = next((totals[x] for x in node.all_input_nodes if x in totals), None)
+            if source is not None and has_rows:
+                yield source, True
+            elif self._is_total(node) and (has_rows or source is not None):
+                totals[node] = source or node
+
+    def _is_total(self, node: Node) -> bool:
+        """Return whether a node has floating-point numbers, and no size that depends on rows or on data."""
+        floating = [x for x in tensors_of(node) if x.is_floating_point()]
+        return not op_name(node).startswith("aten::new_") and any(
+            not self.sizes.dims(x) and free_symbols(x) <= self.pure_symbols for x in floating
+        )
 
     def region_of(self, node: Node) -> str:
         """Return the region of a copied node; of a size outside, the region of a user."""
