@@ -16,10 +16,16 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
 
 from tritoncp.chunking import attention, torch_attention
-from tritoncp.chunking.regions import describe_modules, has_tensor, is_backward, op_name, regions_of
+from tritoncp.chunking.regions import (
+    describe_modules,
+    has_tensor,
+    is_backward,
+    op_name,
+    regions_of,
+    tensors_of,
+)
 from tritoncp.chunking.report import NO_ROWS, ChunkingError, describe_node
 from tritoncp.chunking.sizes import CutSymbol, cut_symbol, expression, free_symbols, input_symbols
 from tritoncp.core.caller import warn_caller
@@ -61,11 +67,6 @@ def is_size(node: Node) -> bool:
 def operator_of(node: Node) -> str:
     """Return the name of an operator, for a part of a decomposed one the name of that."""
     return getattr(node.meta.get("original_aten"), "_opname", "") or op_name(node).partition("::")[2]
-
-
-def tensors_of(node: Node) -> list[Tensor]:
-    """Return the tensors of a node's value."""
-    return [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
 
 
 def dims_along(node: Node) -> set[int]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import operator
 import re
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tritoncp.chunking.sizes import free_symbols
@@ -88,6 +91,16 @@ def has_tensor(node: Node) -> bool:
     """Return whether a node's value is a tensor or a sequence with tensors."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor | tuple | list)
+
+
+def tensors_of(node: Node) -> list[Tensor]:
+    """Return the tensors of a node's fake value, nested sequences included."""
+    return tensors_in(node.meta.get("val"))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of a value, nested sequences included."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def regions_of(graph: Graph, pattern: str) -> dict[Node, str]:

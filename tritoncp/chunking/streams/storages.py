@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from tritoncp.chunking.regions import op_name
+from tritoncp.chunking.regions import op_name, tensors_in, tensors_of
 from tritoncp.chunking.sizes import hint_of
 
 COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
@@ -34,15 +34,6 @@ def hint(size: Any) -> int:
         return int(size)
     number = hint_of(size.node.expr, size.node.shape_env, UNBACKED_SIZE)
     return UNBACKED_SIZE if number is None else number
-
-
-def tensors_of(node: Node) -> list[Tensor]:
-    """Return the tensors of a node's fake value, nested sequences included."""
-    return _tensors_in(node.meta.get("val"))
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def bytes_of(*nodes: Node) -> int:
@@ -137,7 +128,7 @@ class Storages:
         value = source.meta.get("val")
         if not isinstance(value, list | tuple) or not isinstance(index, int):
             return self.of[source]
-        ends = list(itertools.accumulate((len(_tensors_in(item)) for item in value), initial=0))
+        ends = list(itertools.accumulate((len(tensors_in(item)) for item in value), initial=0))
         index %= len(value)
         return self.of[source][ends[index] : ends[index + 1]]
 
