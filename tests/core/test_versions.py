@@ -15,7 +15,6 @@ from tests.command_process import ROOT
 from tests.multiprocess import ranks
 from tritoncp.cli import main
 from tritoncp.core import versions
-from tritoncp.ops.engine_factory import warn_untested_once
 
 
 @pytest.fixture
@@ -27,9 +26,9 @@ def newer_triton(monkeypatch):
         return "3.99.0" if package == "triton" else installed(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    warn_untested_once.cache_clear()
+    versions.warn_untested.cache_clear()
     yield
-    warn_untested_once.cache_clear()
+    versions.warn_untested.cache_clear()
 
 
 def attend() -> None:
@@ -64,7 +63,7 @@ def test_rank_0_alone_warns():
 
 
 def test_tested_versions_are_silent(recwarn):
-    warn_untested_once.cache_clear()
+    versions.warn_untested.cache_clear()
     attend()
     assert not [warning for warning in recwarn if "newer than" in str(warning.message)]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Iterable
+from functools import cache
 
 from tritoncp.core.caller import warn_caller
 
@@ -46,9 +47,12 @@ def list_untested(packages: Iterable[str] = NEWEST_TESTED) -> list[str]:
     ]
 
 
-def warn_untested(packages: Iterable[str]) -> None:
-    """Warn if a package is newer than the tested version."""
-    if untested := list_untested(packages):
+@cache
+def warn_untested(*packages: str) -> None:
+    """Warn once per process, on rank 0 of several, if a package that runs is newer than the tested one."""
+    from tritoncp.core.log_lines import is_first_rank  # late: the command line shows its help without torch
+
+    if is_first_rank() and (untested := list_untested(packages)):
         pins = " ".join(f"{package}=={NEWEST_TESTED[package]}" for package in packages)
         warn_caller(
             f"{'; '.join(untested)}. `tritoncp check` compares results on this machine with dense attention; "

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.cpu_target import cpu_target, executed_target
@@ -49,13 +48,6 @@ def score_kind(score: Mod | None) -> int:
     return 0 if score is None else 2 if score.loads == 2 else 1
 
 
-@cache
-def warn_untested_once(*packages: str) -> None:
-    """Warn once per process, on rank 0 of several, if a package that runs is newer than the tested one."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-        warn_untested(packages)
-
-
 def uses_triton(device: torch.device) -> bool:
     """Return whether calls on a device run Triton kernels: on GPUs, and on the CPU if kernels are interpreted
     (TRITON_INTERPRET=1) or executed (``tritoncp.executor``)."""
@@ -80,7 +72,7 @@ def engine_of(
     warn_left_out(call.options)
     plan, score, device = call.plan, call.score, q.device
     if not q.is_cuda and not uses_triton(device):
-        warn_untested_once("torch")
+        warn_untested("torch")
         if call.is_invariant:
             raise ValueError(
                 "kernel option invariant=True on the CPU engine, where the bits of matrix products depend on "
@@ -88,7 +80,7 @@ def engine_of(
             )
         mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
-    warn_untested_once("torch", "triton")
+    warn_untested("torch", "triton")
     tensors, numbers = call.score_tensors, ()
     if score is not None:
         if 0 in [x.ndim for x in tensors]:  # may be on the CPU: torch combines them with any device's
