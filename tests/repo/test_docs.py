@@ -31,7 +31,7 @@ from torch._inductor import config as inductor_config
 import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import cli
-from tritoncp.core.process_environment import use_loopback_interface
+from tritoncp.core.processes import use_loopback_interface
 from tritoncp.kernels import options
 from tritoncp.reference.dense import dense_attention
 
