@@ -18,9 +18,9 @@ from tests.multiprocess import ranks
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("cpu_engine")]
 STEPS, PROMPTS, GENERATIONS = 3, 8, 4
 FIXED: dict[str, Any] = {
-    "max_steps": STEPS, "learning_rate": 1e-1, "optim": "sgd", "lr_scheduler_type": "constant", "logging_steps": 1,
-    "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-    "gradient_checkpointing": False, "shuffle_dataset": False,
+    "max_steps": STEPS, "learning_rate": 1e-1, "optim": "sgd", "lr_scheduler_type": "constant",
+    "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+    "gradient_checkpointing": False, "logging_steps": 1, "shuffle_dataset": False,
 }  # fmt: skip
 SHARDING = {"BLOCK_SIZE": 16}
 WORDS = 50
@@ -199,3 +199,102 @@ def test_replicas_of_two_ranks_are_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["RLOO", "Distillation"])
 def test_other_trainers_on_completions_are_those_of_one_process(kind: str, tmp_path: Path) -> None:
     compare_with_one_process(kind, "Llama", tmp_path)
+
+
+def sft(cls: Any, attention: str, size: int, folder: Path, packing: bool, **options: Any) -> Any:
+    """Return an SFTTrainer on texts of several lengths."""
+    from datasets import Dataset
+    from trl import SFTConfig
+
+    fixed = {name: x for name, x in FIXED.items() if name != "shuffle_dataset"}
+    args = SFTConfig(
+        str(folder), **fixed, per_device_train_batch_size=size, packing=packing, max_length=128,
+        gradient_accumulation_steps=2, per_device_eval_batch_size=size,
+    )  # fmt: skip
+    texts = Dataset.from_list([{"text": text(i, 10 + 7 * i % 60)} for i in range(60)])
+    return cls(
+        models.build_model("Mistral", attention), args=args, train_dataset=texts, eval_dataset=texts.take(4),
+        processing_class=tokenizer(), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("world_size", "cp"), [(2, 2), (4, 2)])
+def test_sft_on_ranks_is_that_of_one_process(world_size: int, cp: int, packing: bool, tmp_path: Path) -> None:
+    """Its metrics, too: each token is counted once, and padding is not."""
+    from trl import SFTTrainer
+
+    from tritoncp.integrations.trl import ContextParallelSFTTrainer
+
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+    replicas = world_size // cp
+    size = 1 if packing else 2  # packed: a batch is one row of up to `size` times the length
+    one = sft(SFTTrainer, "eager", size * replicas, tmp_path, packing)
+    expected, loss = results_of(one, names), one.evaluate()["eval_loss"]
+
+    def train(options: dict[str, Any]) -> Any:
+        trainer = sft(ContextParallelSFTTrainer, "tritoncp", size, tmp_path, packing, **options)
+        return (*results_of(trainer, names), trainer.evaluate()["eval_loss"])
+
+    for result in run(world_size, cp, train):
+        assert_equal(result[:3], expected, same_rows=False)
+        assert result[3] == pytest.approx(loss, rel=1e-5)
+
+
+def test_ranks_of_a_mesh_train_on_completions_that_they_generated_in_parts(tmp_path: Path) -> None:
+    """With two micro-batches of one generation, which TRL shuffles."""
+    from trl import GRPOConfig
+
+    from tritoncp.integrations.trl import ContextParallelGRPOTrainer
+
+    models.build_model("Llama").save_pretrained(tmp_path / "model")
+
+    texts: list[list[str]] = []
+
+    def note(completions: list[str], **rest: Any) -> list[float]:
+        texts.append(completions)
+        return reward(completions)
+
+    def train(options: dict[str, Any]) -> Any:
+        init = {"attn_implementation": "tritoncp", "dtype": "float32"}
+        args = GRPOConfig(
+            str(tmp_path), **FIXED, num_generations=GENERATIONS, max_completion_length=8,
+            model_init_kwargs=init, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            log_completions=True,
+        )  # fmt: skip
+        trainer = ContextParallelGRPOTrainer(
+            str(tmp_path / "model"), reward_funcs=note, args=args, train_dataset=prompts(),
+            processing_class=tokenizer(), **options,
+        )  # fmt: skip
+        return (*results_of(trainer, ("loss", "grad_norm")), texts)
+
+    first, second = run(2, 2, train)
+    assert first[3] == second[3] and len(first[3]) == STEPS
+    assert all(len(set(texts)) == len(texts) == 8 for texts in first[3])
+    assert first[0] == second[0]
+    torch.testing.assert_close(first[1], second[1], rtol=0, atol=0)
+
+
+def test_what_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    from tritoncp.integrations.trl import ContextParallelGRPOTrainer
+
+    models.build_model("Llama").save_pretrained(tmp_path / "model")
+    models.build_model("Qwen3Next").save_pretrained(tmp_path / "recurrent" / "model")
+
+    def trainer(size: int = 8, folder: Path = tmp_path, **options: Any) -> Any:
+        return make_trainer("GRPO", ContextParallelGRPOTrainer, "tritoncp", size, folder, args={}, **options)
+
+    def work(options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="makes batches of 2 generations on meshes of 2 ranks"):
+            trainer(2, **options)
+        with pytest.raises(ValueError, match="auxiliary loss of the experts"):
+            trainer(folder=tmp_path / "recurrent", **options).train()
+        ids, mask = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 9)
+        one = trainer(**options)
+        with pytest.raises(ValueError, match="the sequences have pixel_values"):
+            one._get_per_token_logps_and_entropies(one.model, ids, mask, 4, pixel_values=ids)
+        one = trainer(folder=tmp_path / "recurrent", tree=True, **options)
+        with pytest.raises(ValueError, match="tree=True: models of Qwen3NextConfig have layers that read"):
+            one._get_per_token_logps_and_entropies(one.model, ids, mask, 4)
+
+    run(2, 2, work)

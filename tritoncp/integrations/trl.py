@@ -11,7 +11,7 @@ import contextlib
 import copy
 import sys
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,13 @@ from transformers import TrainingArguments
 from trl import DistillationTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 
 from tritoncp.api.reshard import unshard
-from tritoncp.api.trees import PackedTree, pack_trajectories
-from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import groups
 from tritoncp.integrations.transformers.batch_checks import why_no_trees
-from tritoncp.integrations.transformers.batches import IGNORED, shard_batch
+from tritoncp.integrations.transformers.batches import shard_batch
 from tritoncp.integrations.transformers.model_classes import unwrap_model
+from tritoncp.integrations.transformers.plans import IGNORED
 from tritoncp.integrations.transformers.trainer import ContextParallelTrainer, SharedBatchesTrainer
+from tritoncp.integrations.transformers.tree_rows import TreeRows, pack_rows
 
 __all__ = [
     "ContextParallelDistillationTrainer",
@@ -46,6 +46,8 @@ class ContextParallelSFTTrainer(ContextParallelTrainer, SFTTrainer):
     batch sizes. The metric ``num_tokens`` counts each token once, without padding.
     """
 
+    _total_train_tokens: int
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -54,6 +56,8 @@ class ContextParallelSFTTrainer(ContextParallelTrainer, SFTTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         before = self._total_train_tokens
+        if num_items_in_batch is None:  # in evaluation, where TRL counts those of a rank
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model.training:
             mask = inputs.get("attention_mask")
@@ -187,7 +191,7 @@ class SharedCompletionsTrainer(SharedBatchesTrainer):
 
     def _shard(
         self, model: nn.Module, ids: Tensor, mask: Tensor, keep: int
-    ) -> tuple[dict[str, Any], Rows | None]:
+    ) -> tuple[dict[str, Any], TreeRows | None]:
         """Return (this rank's shard of sequences for a model, the rows of their tree or None).
 
         ids, mask: [B, T], tokens and which of them are no padding; keep: the last tokens, which are predicted
@@ -211,7 +215,7 @@ class SharedCompletionsTrainer(SharedBatchesTrainer):
         self._metrics[mode]["tree/tokens_computed"].append(len(rows.labels) / int(mask.sum()))
         return shard_batch(batch, model, self.context_mesh, tree=rows.tree, **options), rows
 
-    def _whole(self, x: Tensor, local: dict[str, Any], rows: Rows | None, keep: int) -> Tensor:
+    def _whole(self, x: Tensor, local: dict[str, Any], rows: TreeRows | None, keep: int) -> Tensor:
         """Return values of all sequences, [B, keep, ...], from those of this rank's tokens, [1 or B, S_local,
         ...]: of the tokens before the last ``keep``, which predict these.
 
@@ -223,7 +227,7 @@ class SharedCompletionsTrainer(SharedBatchesTrainer):
         if rows is None:
             return whole[:, :-1][:, -keep:]
         beside = torch.cat([whole[0], whole.new_zeros(1, *whole.shape[2:])])
-        return beside[rows.index.to(x.device)]
+        return beside[rows.source.to(x.device)]
 
 
 class SharedLogProbsTrainer(SharedCompletionsTrainer):
@@ -299,44 +303,6 @@ class ContextParallelDistillationTrainer(SharedCompletionsTrainer, DistillationT
         }
         hidden = unwrapped_model.base_model(**inputs, use_cache=False).last_hidden_state
         return self._whole(hidden, local, rows, logits_to_keep)
-
-
-class Rows(NamedTuple):
-    """Sequences as a prefix tree whose tokens have one label each.
-
-    A token with several next tokens is there once for each of them: a loss of rows then needs no edges.
-    """
-
-    tree: PackedTree
-    labels: Tensor  # int64 [S]: the next token, IGNORED where no sequence needs it
-    index: Tensor  # int64 [B, keep]: the token of the tree that predicts each of the last tokens; S if none
-
-
-def pack_rows(ids: Tensor, mask: Tensor, keep: int) -> Rows:
-    """Pack sequences [B, T] into a tree. mask: [B, T], which tokens are no padding; keep: the number of last
-    tokens, which are predicted.
-
-    >>> ids, mask = torch.tensor([[7, 8, 1, 2], [7, 8, 3, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    >>> rows = pack_rows(ids, mask, 2)
-    >>> rows.tree.tokens.tolist(), rows.labels.tolist()
-    ([7, 8, 1, 2, 8, 3], [-100, 1, 2, -100, 3, -100])
-    >>> rows.index.tolist()
-    [[1, 2], [4, 6]]
-    """
-    ids, mask = to_host([ids, mask])
-    is_token, end = mask.bool(), int(ids.max()) + 1  # `end` stands for the token after the last one
-    is_last = torch.arange(ids.shape[1]) >= ids.shape[1] - keep
-    pairs, wanted = [], []
-    for row, tokens in zip(ids, is_token, strict=True):
-        following = torch.nn.functional.pad(row[tokens][1:], (0, 1), value=end)
-        pairs.append(row[tokens] * (end + 1) + following)
-        wanted.append(torch.nn.functional.pad(is_last[tokens][1:].float(), (0, 1)))
-    packed = pack_trajectories(pairs, wanted)
-    labels = (packed.tokens % (end + 1)).masked_fill(packed.weights == 0, IGNORED)
-    index = torch.full(ids.shape, len(labels))
-    for row, tokens, path in zip(index, is_token, packed.paths, strict=True):
-        row[tokens.nonzero()[1:, 0]] = path[:-1]
-    return Rows(packed._replace(tokens=packed.tokens // (end + 1)), labels, index[:, -keep:])
 
 
 def _arguments_of_replicas(value: Any, ranks: int) -> Any:

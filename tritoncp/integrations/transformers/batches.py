@@ -37,6 +37,7 @@ from tritoncp.integrations.transformers.model_classes import (
     unwrap_model,
 )
 from tritoncp.integrations.transformers.plans import (
+    IGNORED,
     ContextParallelPlan,
     create_layer_mask,
     create_tree_mask,
@@ -49,8 +50,6 @@ from tritoncp.planning import ScheduleName
 from tritoncp.planning.balance import BalancerName
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
-
-IGNORED = -100  # the label that transformers' losses ignore
 
 
 @group_call

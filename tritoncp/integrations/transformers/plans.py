@@ -27,6 +27,7 @@ from tritoncp.planning import ScheduleName
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Work
 
+IGNORED = -100  # the label that transformers' losses ignore
 OWN_LOSS = (
     "omit labels, and compute the loss from the logits of each rank and "
     "tritoncp.shard(labels, batch['context_parallel'].plan, dim=1, pad=-100)"
