@@ -51,7 +51,7 @@ find-browser:
 
 # Models and trainers of other libraries, in an environment with pins of its own.
 others := .venv-integrations
-test-integrations: ## train models of transformers and torchtitan on CPU ranks
+test-integrations: ## train models of transformers, TRL and torchtitan on CPU ranks
 	$(MAKE) --no-print-directory VENV=$(others) CONSTRAINTS=constraints-integrations.txt $(others)/.integrations-ready
 	OMP_NUM_THREADS=1 $(others)/bin/python -m pytest -m "integrations or not long" tests/integrations $(ARGS)
 
@@ -169,5 +169,5 @@ $(VENV)/.mutants-ready: pyproject.toml $(VENV)/.dev-ready
 	@touch $@
 
 $(VENV)/.integrations-ready: pyproject.toml $(files) $(VENV)/.torch-ready
-	$(call install,its tests,'.[test]' accelerate torchtitan transformers)
+	$(call install,its tests,'.[test]' accelerate torchtitan transformers trl)
 	@touch $@

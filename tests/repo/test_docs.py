@@ -43,6 +43,7 @@ gallery, tables = map(importlib.import_module, ("gallery", "tables"))
 ELSEWHERE = {
     "compiled_kernels.md",
     "transformers.md",
+    "trl.md",
 }  # tests/compiled and tests/integrations run their programs
 PAGES = ["../README.md", *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))]
 PICTURES = {

@@ -49,7 +49,7 @@ OUTSIDE = {  # packages that a layer may import, besides the standard library
     "command_base": {"click", "rich"},
     "perf": {"torch", "triton", "click", "rich", "bokeh", "jinja2", "numpy", "scipy"},
     "edge": {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops", "transformers",
-             "torchtitan"},
+             "torchtitan", "accelerate", "trl"},
 }  # fmt: skip
 KNOW_RANKS = {
     "distributed",
@@ -283,9 +283,12 @@ def test_an_unknown_name_lists_the_available_ones():
 def test_another_library_is_imported_by_its_adapter_alone():
     for module, path in modules().items():
         names = imports(module, path)
-        for library in ("accelerate", "torchtitan", "transformers"):
+        for library in ("accelerate", "torchtitan", "transformers", "trl"):
+            adapters = [f"integrations.{library}"]
+            if library in ("accelerate", "transformers"):  # whose classes TRL's trainers are made of
+                adapters.append("integrations.trl")
             if any(reaches(name, {library}) for name in names):
-                assert module.startswith(f"integrations.{library}"), f"tritoncp.{module} imports {library}"
+                assert module.startswith(tuple(adapters)), f"tritoncp.{module} imports {library}"
 
 
 PATH_OF_A_CALL = (

@@ -34,7 +34,7 @@ from tritoncp.masks.named import softcap as softcap_mod
 from tritoncp.masks.varlen import varlen
 from tritoncp.planning.plan import Plan
 
-# Modules of transformers that have a dict from names of implementations to classes of attention.
+# Modules with a dict from names of implementations to classes of attention, in some release of transformers.
 TABLES = (
     "bark.modeling_bark", "data2vec.modeling_data2vec_vision", "deepseek_ocr2.modeling_deepseek_ocr2",
     "falcon.modeling_falcon", "git.modeling_git", "gpt_neo.modeling_gpt_neo", "gptj.modeling_gptj",
