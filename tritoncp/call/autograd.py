@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
-from tritoncp.call import prepare
 from tritoncp.call.engine_factory import engine_of, gradient_buffers, sum_gradients
+from tritoncp.call.prepare import compare_call
 from tritoncp.call.read import CALL_SCHEMA, Call, OpArguments
 from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.distributed import collectives, consistency, failures, groups
@@ -138,7 +138,7 @@ def _drive(
 def forward_pass(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Compute out, lse and, if requested, max_scores of each call. tensors: query, key and value of each."""
     if calls[0].group is not None:
-        prepare.compare_call(calls[0], *tensors[:3])
+        compare_call(calls[0], *tensors[:3])
     if len(calls) == 1:
         passes = [forward_schedule(calls[0], *tensors)]
     else:
