@@ -13,24 +13,33 @@ from tritoncp.core.tracing import vmapped
 from tritoncp.masks.block_runs import ABSENT, Kind
 from tritoncp.masks.mask import Mask
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class VisiblePairs:
     """Looks up whether a mask shows single pairs of query and key.
 
     mask:      the mask of the whole sequence, whose block lists decide first
-    mask_mod:  the mask_mod, with captures on the device of the pairs; None: the mask has none
+    mask_mod:  the mask_mod, with captures on the device; None: the mask has none
     first_row: b of the mask_mod for the mask's batch row 0
+    device:    of the pairs
     """
 
     mask: Mask
     mask_mod: Callable[..., Tensor] | None = None
     first_row: int = 0
+    device: torch.device = CPU
 
     @cached_property
     def kinds(self) -> Tensor:
         """Kind of each block, uint8 [Bm, Hm, rows, columns], ABSENT for one that is not listed."""
-        return self.mask.runs.to_kinds()
+        return self.mask.runs.to_kinds().to(self.device)
+
+    @cached_property
+    def _interval(self) -> tuple[Tensor, Tensor] | None:
+        interval = self.mask.interval
+        return None if interval is None else (interval[0].to(self.device), interval[1].to(self.device))
 
     @property
     def reads_heads(self) -> bool:
@@ -50,19 +59,21 @@ class VisiblePairs:
         head = heads[:, None, None] if mask.H > 1 else torch.zeros_like(heads)[:, None, None]
         kind = kinds[head, rows // mask.q_block, columns // mask.kv_block]
         shown, masked = kind != ABSENT, kind == Kind.MASKED
-        if mask.mask_mod is None or not bool(masked.any()):
+        no_mod = self.mask_mod is None and self._interval is None
+        if no_mod or (self.device == CPU and not bool(masked.any())):
             return shown
-        return shown & (~masked | self._unmasked(b, heads, q_idx, kv_idx))
+        return shown & (~masked | self._shown_in_masked_blocks(b, heads, q_idx, kv_idx))
 
-    def _unmasked(self, b: int, heads: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Return what row intervals or the mask_mod show, in blocks that are masked."""
-        interval = self.mask.interval_for(b + 1, int(heads[-1]) + 1)
-        if interval is not None:
-            row = b if len(interval[0]) > 1 else 0
-            head = heads[:, None] if interval[0].shape[1] > 1 else torch.zeros_like(heads)[:, None]
-            lo, hi = (bound[row][head, q_idx[:, None]][..., None] for bound in interval)
+    def _shown_in_masked_blocks(self, b: int, heads: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Return what the row intervals or the mask_mod show."""
+        stale = (self.mask.reads[0] and b >= self.mask.B) or (self.mask.reads[1] and self.mask.H == 1)
+        if self._interval is not None and not stale:
+            bounds = [bound[b if len(bound) > 1 else 0] for bound in self._interval]  # [Hm, q_len]
+            head = heads[:, None] if len(bounds[0]) > 1 else torch.zeros_like(heads)[:, None]
+            lo, hi = (bound[head, q_idx[:, None]][..., None] for bound in bounds)
             keys = kv_idx[:, None, None, :]
             return (lo <= keys) & (keys < hi)
         assert self.mask_mod is not None
         levels = (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (None, None, 0, 0)
-        return vmapped(self.mask_mod, *levels)(torch.tensor(b + self.first_row), heads, q_idx, kv_idx)
+        row = torch.tensor(b + self.first_row, device=self.device)
+        return vmapped(self.mask_mod, *levels)(row, heads, q_idx, kv_idx)
