@@ -1,9 +1,8 @@
-"""Packers: which sequences form which micro-batch on which replica, by numbers alone.
+"""Packers: which sequences form which micro-batch on which replica, computed from lengths alone.
 
-The rule is "longest first, to the micro-batch with the least work that has room". Sequences that no even
-packing can hide, as one that fills a micro-batch, get company: their step takes further long ones for its
-other replicas, which would wait otherwise.
-"""
+The rule is "longest first, to the micro-batch with the lowest work that has room". A sequence with more work
+than an even share, such as one that fills a micro-batch, makes the other replicas of its step wait: so this
+step takes other long sequences for them."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ class MicroBatch(NamedTuple):
 
 
 class Items(NamedTuple):
-    """What a packer moves as a whole, sequences or trees of segments, in the order in which they are placed:
-    a list of numbers for each fact."""
+    """The units that a packer places, sequences or trees of segments, in the order in which they are placed:
+    a list of numbers for each property."""
 
     tokens: list[int]
     work: list[float]
@@ -140,7 +139,7 @@ def _packed_stream(stream: Iterator[int], shape: _Shape, look_ahead: int) -> Ite
             room -= pending[-1]
         if not pending:
             return
-        count = len(pending) - (not ended)  # the last one does not fit
+        count = len(pending) - (not ended)  # the last sequence does not fit
         while True:
             items = _items(_as_lengths("pack_stream: lengths", pending[:count]), shape, first=first)
             steps = min(look_ahead, _count_steps(items, shape)) if ended else look_ahead
@@ -210,7 +209,7 @@ def _as_lengths(name: str, lengths: Any) -> Tensor:
 
 
 def _items(lengths: Tensor, shape: _Shape, parents: Any = None, first: int = 0) -> Items:
-    """Return the sequences, or the trees, those of more tokens first, equal ones in their order. first:
+    """Return the sequences or trees by descending number of tokens; equal ones keep their order. first:
     number of the first sequence. Raises ValueError for one with more tokens than a micro-batch."""
     n = len(lengths)
     before, roots = torch.zeros_like(lengths), [*range(n)]
@@ -263,22 +262,22 @@ def _pairs_of_path(tokens: Tensor, left: int) -> Tensor:
 
 
 def _count_steps(items: Items, shape: _Shape) -> int:
-    """Return a number of steps below which the items cannot fit: by their tokens, and by those longer than
-    half a micro-batch, which share none."""
+    """Return a lower bound of the number of steps: by the sum of tokens, and by the number of items longer
+    than half a micro-batch, since no two of them share one."""
     full = -(-sum(items.tokens) // shape.room)
     long = sum(2 * tokens > shape.room for tokens in items.tokens)
     return -(-max(full, long, min(1, len(items.tokens))) // shape.replicas)
 
 
 def _fill(items: Items, steps: int, shape: _Shape) -> list[list[int]] | int:
-    """Place the items in the micro-batches of so many steps; return the items of each, or, if a micro-batch
-    for an item is missing, how many more the rest of the items would fill.
+    """Place the items in the micro-batches of ``steps`` steps. Return the items of each; if the items do not
+    fit, the number of further micro-batches that the remaining items would fill.
 
-    Each step has a target of work. An item goes to the micro-batch that is farthest below its step's target
-    and has room. A step begins when the item fits in none below the target: its target is that item's work,
-    or, once no item is above the mean of the rest, this mean, for all further steps.
+    Each step has a target of work. An item goes to the micro-batch with room that is farthest below its
+    step's target. If all are at their target, a new step begins, with the item's work as its target; when no
+    item is above the mean of the remaining work, this mean is the target of all further steps.
 
-    A micro-batch without room waits until items are short enough: each item makes one wait at most once.
+    A micro-batch without room waits until items are short enough.
     """
     batches: list[list[int]] = [[] for _ in range(steps * shape.replicas)]
     room = [shape.room] * len(batches)
@@ -308,7 +307,7 @@ def _fill(items: Items, steps: int, shape: _Shape) -> list[list[int]] | int:
 
 
 def _count_rows(lengths: Iterable[int], room: int) -> int:
-    """Count the rows of ``room`` tokens that lengths fill one after the other.
+    """Count the rows of ``room`` tokens that lengths fill if each row is filled before the next.
 
     >>> _count_rows([5, 5, 4, 3], 10)
     2
@@ -324,8 +323,8 @@ def _count_rows(lengths: Iterable[int], room: int) -> int:
 def _in_order(
     items: Items, batches: Sequence[Sequence[int]], shape: _Shape, first: int = 0
 ) -> list[MicroBatch]:
-    """Number steps, from ``first`` on, and replicas: micro-batches of similar work in one step, the one with
-    the most work on the replica that has had the least."""
+    """Number steps, from ``first`` on, and replicas: a step has micro-batches of similar work, and the one
+    with the highest work goes to the replica with the lowest work so far."""
     work = [sum(map(items.work.__getitem__, batch)) for batch in batches]
     order = sorted(range(len(batches)), key=lambda at: (-work[at], not batches[at]))
     groups = [order[at : at + shape.replicas] for at in range(0, len(order), shape.replicas)]

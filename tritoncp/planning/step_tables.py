@@ -20,9 +20,8 @@ class ForwardStep(NamedTuple):
     """The arguments of one forward step: attention of queries [B, Hq, S, D] to the keys [B, Hkv, rows, D] and
     values [B, Hkv, rows, E] of a buffer, into out [B, Hq, S, E], lse and max_scores [B, Hq, S].
 
-    state: (acc [B, Hq, S, E], m, l [B, Hq, S]) between the steps of a row, m in log2 units: the step
-           continues it with ``load_state``, and with ``store_state`` writes it in place of results
-    """
+    state: (acc [B, Hq, S, E], m, l [B, Hq, S]) between the steps of a row, m in log2 units. With
+    ``load_state`` the step continues from it; with ``store_state`` the step writes it instead of results"""
 
     q: Tensor
     k: Tensor
@@ -57,12 +56,11 @@ class PreparedStep(Protocol):
 
 
 class StepEngine(Protocol):
-    """An engine computes the steps of one attention call on one device. It is bound to the scale, the mods
-    and their captures, and to the batch row and the head of the layer at which its tensors begin.
+    """An engine computes the steps of one attention call on one device. It has the call's scale, mods and
+    captures, and the batch row and head of the layer at which its tensors begin.
 
-    Sums are float32, float64 for float64 tensors. Padding, the rows that no slot covers, is neither read nor
-    written.
-    """
+    Sums are float32, or float64 for float64 tensors. Padding, that is rows outside of all slots, is neither
+    read nor written."""
 
     @property
     def fused(self) -> bool:
@@ -70,14 +68,15 @@ class StepEngine(Protocol):
 
     @property
     def v_head_dim(self) -> int | None:
-        """Head dim of out if a step's keys are latents, which the engine expands; None: that of values."""
+        """Head dim of out if a step's keys are latents, which the engine expands; None: the head dim of
+        values."""
 
     def forward(self, step: ForwardStep, /) -> PreparedStep:
         """Prepare a forward step."""
 
     def dq(self, step: BackwardStep, dq: Tensor, /, *, add: bool = False) -> PreparedStep:
-        """Prepare to write the gradient of queries to dq [B, Hq, S, D], or with ``add`` to add it; dq has q's
-        dtype or lse's, for a fused engine lse's."""
+        """Prepare to write the gradient of queries to dq [B, Hq, S, D], or to add it with ``add``. dq has q's
+        dtype or lse's; a fused engine needs lse's."""
 
     def dkdv(
         self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, /, *, add: bool = False, split: int = 1
@@ -86,7 +85,7 @@ class StepEngine(Protocol):
         of k's dtype or lse's, or with ``add`` to add them. A fused engine adds dQ to dq. The gradients of
         captures are added to the engine's buffers, by dq or by a fused dkdv.
 
-        split: of :meth:`split`; if it is more than 1, dk and dv have ``Hkv * split`` heads of partial sums
+        split: result of :meth:`split`; if it is > 1, dk and dv have ``Hkv * split`` heads of partial sums
         """
 
     def split(self, q: Tensor, k: Tensor, tables: Tables, /) -> int:
@@ -107,13 +106,11 @@ class Engine(StepEngine, Protocol):
 class Tables:
     """The tables of one step: local Q slots x the slots of one KV buffer.
 
-    q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens)
-    row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ)
-    col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
-    row_order, col_order: int32 [Bm, slots], Q slots and KV slots by falling work, the order in which CTAs
-                       start; None with a window
-    lo, hi:            int32 [Bm, Hm, S_local], the interval of keys of a row inside masked blocks, or None
-    mask:              "none" | "interval" | "mod": how masked blocks are decided
+    q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens) row_ptr, row_runs: runs of
+    KV slots for each Q slot (forward, dQ) col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
+    row_order, col_order: int32 [Bm, slots], Q slots and KV slots by descending work, the order in which CTAs
+    start; None with a window lo, hi:            int32 [Bm, Hm, S_local], the interval of keys of a row inside
+    masked blocks, or None mask:              "none" | "interval" | "mod": how masked blocks are decided
     window:            (left, right) if positions alone determine runs and intervals: kernels read no table;
                        a side without a limit is None
     dense_q, dense_kv: row r of the buffer is position first + r, and slots but the last are whole blocks
@@ -164,15 +161,14 @@ def tables_of(
 ) -> Tables:
     """Make the tables of a step between Q slots, whose rows have ``positions``, and the slots of a KV buffer.
 
-    runs: of :func:`slot_runs`; interval: row intervals of the whole mask, None if they do not hold for the
-    call.
-    """
+    runs: result of :func:`slot_runs`; interval: row intervals of the whole mask, None if they are not valid
+    for the call."""
     lo, hi = _local_intervals(interval, positions)
     decided = "none" if not runs.has_kind(Kind.MASKED) else "interval" if lo is not None else "mod"
     dense_q = _is_dense(q_slots, mask.q_block)
     dense_kv = _is_dense(kv_slots, mask.kv_block)
     q_rows, kv_rows = (int(slots[0, :, 2].sum()) for slots in (q_slots, kv_slots))
-    # With one query and one key all positions are constants, on which ptxas 12.8 and 12.9 crash (sm_90).
+    # With one query and one key all positions are constants, which crash ptxas 12.8 and 12.9 (sm_90).
     positional = _is_contiguous(q_slots) and _is_contiguous(kv_slots) and (q_rows > 1 or kv_rows > 1)
     window = mask.window if positional else None
     rows, cols = runs.by_rows, transpose(runs).by_rows
@@ -207,9 +203,8 @@ def tables_of(
 def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
     """Return the mask's runs in units of slots: rows are Q slots, columns KV slots.
 
-    A block listed as full stays full only where both slots are whole blocks, so that full runs need no
-    bounds. The same KV slot order must serve every batch row of the mask.
-    """
+    A full block stays full only if both slots are whole blocks, so that full runs need no bounds checks. One
+    order of KV slots has to serve every batch row of the mask."""
     q_blocks = torch.where(q_slots[..., 2] > 0, q_slots[..., 1] // mask.q_block, -1).to(torch.int64)
     kv_blocks = (kv_slots[..., 1] // mask.kv_block).to(torch.int64)
     kv_blocks = torch.where(kv_slots[..., 2] > 0, kv_blocks, mask.runs.n_cols)
@@ -225,7 +220,8 @@ def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
 
 
 def _falling_work(runs: Runs) -> Tensor:
-    """Return the rows of each batch row by falling number of listed blocks of all heads: int32 [Bm, rows]."""
+    """Return the rows of each batch row by descending number of listed blocks of all heads: int32 [Bm,
+    rows]."""
     masked, full = runs.counts()
     work = (masked + full).sum(1)
     return work.argsort(dim=1, descending=True, stable=True).to(torch.int32)

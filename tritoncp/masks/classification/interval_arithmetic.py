@@ -1,9 +1,8 @@
 """Interval arithmetic on torch's element-wise operations (R. E. Moore, "Interval Analysis", 1966).
 
-A ValueRange bounds one element in each of n tiles. A rule gives the ValueRange of an operation's result from
-those of its operands. Floats are bounded in their own type, where rounding is monotone: the bounds of a sum
-are the sums of the bounds. Integers of every type are bounded exactly, in float64, up to 2^51.
-"""
+A ValueRange bounds one element in each of n tiles. A rule maps the ValueRanges of an operation's operands to
+the ValueRange of its result. Floats are bounded in their own type, where rounding is monotone: the bounds of
+a sum are the sums of the bounds. Integers of every type are bounded exactly, in float64, up to 2^51."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SUPPORTED_TYPES = (  # values of other types have no bounds
+SUPPORTED_TYPES = (  # a value of any other type has no bounds
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
@@ -92,8 +91,8 @@ def cast_range(x: ValueRange, dtype: torch.dtype) -> ValueRange:
 
 
 def _monotone(op: Callable[..., Tensor]) -> Rule:
-    """Return the rule of an operation that rises or falls with each operand at all values of the other
-    operands: its least and greatest values are at the ends of ranges."""
+    """Return the rule of an operation that is monotone in each operand: its min and max are at the ends of
+    the operands' ranges."""
 
     def rule(dtype: torch.dtype, *operands: ValueRange) -> ValueRange:
         ends = [(x.lo,) if x.lo is x.hi else (x.lo, x.hi) for x in operands]
@@ -170,8 +169,8 @@ def _equal(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
 
 
 COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh_copy")
-# Rules by operation name, grouped by the type the operation computes in: that of its result, the common type
-# of its operands, bool.
+# Rules by operation name, grouped by the type that the operation computes in: its result's type, the common
+# type of its operands, or bool.
 RESULT_RULES: dict[str, Rule] = {
     "add": _finite(_monotone(torch.add)), "sub": _finite(_monotone(torch.sub)),
     "rsub": _finite(_monotone(torch.rsub)),

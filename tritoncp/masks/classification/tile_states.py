@@ -1,5 +1,5 @@
-"""What an expression shows of tiles of blocks, from vectors of its values: no pair, every pair, or some pairs
-of every block."""
+"""States of tiles of blocks, from vectors of an expression's values: no pair is visible, every pair, or some
+pairs of every block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TileStates(NamedTuple):
     some:    a pair may be visible
     every:   all pairs are
     mixed:   in every block of the tile, a pair is visible and another is not
-    settled: all is known but which keys the predicates of keys show
+    settled: only predicates of keys are still unknown
     """
 
     some: Tensor
@@ -39,7 +39,7 @@ class TileStates(NamedTuple):
     settled: Tensor
 
     def swapped(self) -> TileStates:
-        """Return the states of the opposite."""
+        """Return the states of the negated expression."""
         return TileStates(~self.every, ~self.some, self.mixed, self.settled)
 
 
@@ -59,17 +59,18 @@ Leaf = Callable[[Tiles], TileStates]
 
 
 class Counts:
-    """Numbers of True in ranges of the lines of a bool matrix."""
+    """Counts True values in ranges of the rows of a bool matrix."""
 
     def __init__(self, values: Tensor) -> None:
         self._total = torch.nn.functional.pad(values.cumsum(1), (1, 0))
 
     def in_windows(self, size: int) -> Tensor:
-        """Count the True of the ``size`` places from each place on."""
+        """Count the True values among the ``size`` places from each place on."""
         return self._total[:, size:] - self._total[:, :-size]
 
     def __call__(self, line: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """Count the True of each range, start <= place < end: int64 [n]. One line serves all."""
+        """Count the True values of each range, start <= place < end: int64 [n]. A single row serves all
+        ranges."""
         line = line if len(self._total) > 1 else torch.zeros_like(line)
         return self._total[line, end] - self._total[line, start]
 
@@ -94,11 +95,11 @@ def tile_states(expression: Expression, vectors: Vectors, blocks: tuple[int, int
 
 
 def _join(every: bool, parts: Sequence[TileStates]) -> TileStates:
-    """Return the states of Both, or of Either, from those of parts."""
+    """Join the states of parts into the states of Both, or of Either."""
     if not every:
         return _join(True, [part.swapped() for part in parts]).swapped()
     some, shown, mixed, settled = (torch.stack(x) for x in zip(*parts))
-    one_left = (~shown).sum(0) == 1  # all other parts show every pair
+    one_left = (~shown).sum(0) == 1  # all other parts are True for every pair
     return TileStates(some.all(0), shown.all(0), one_left & mixed.any(0), settled.all(0))
 
 
