@@ -14,6 +14,7 @@ from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.cpu.engine import LN2, CpuEngine, Launch
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep, Tables
+from tritoncp.selection.lists import chosen_keys, rows_of_positions
 from tritoncp.selection.selection import Selection
 from tritoncp.selection.visible import VisiblePairs
 
@@ -213,51 +214,23 @@ class SelectedCpuEngine:
         self, batch: int, heads: slice, kv_heads: slice, first: int, indices: Tensor, places: Tensor
     ) -> SelectedTile | None:
         """Make the tile of some rows of the selection, from row ``first`` on; None if no pair is visible."""
-        height, block, base = self.selection.query_block, self.selection.block_size, self.base
+        height, base = self.selection.query_block, self.base
         positions = self.positions[batch % len(self.positions)]
-        rows = torch.arange(first * height, (first + len(indices)) * height).view(-1, height)
-        q_idx = torch.nn.functional.pad(positions, (0, -len(positions) % height), value=-1)[rows]
-        is_token = q_idx >= 0
-        kv_idx = indices[..., None] * block + torch.arange(block)
-        kv_idx = kv_idx.masked_fill((indices < 0)[..., None], -1).flatten(1)
-        kv_idx = kv_idx.masked_fill(kv_idx >= len(places), -1)
-        keys = torch.where(kv_idx < 0, -1, places[kv_idx.clamp(min=0)])
-        present = keys >= 0
-        width = int(present.sum(1).max()) if len(present) else 0
+        chosen = chosen_keys(self.selection, first, indices, positions, places)
+        width = int(chosen.present.any(2).sum(2).max()) if len(indices) else 0
         if not width:
             return None
-        order = present.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]
-        keys, kv_idx, present = (x.gather(1, order) for x in (keys, kv_idx, present))
-        q_idx, kv_idx = q_idx.clamp(min=0), kv_idx.clamp(min=0)
-        head_numbers = torch.arange(heads.start, heads.stop) + base.first_head
-        visible = self.pairs(batch, head_numbers, q_idx, kv_idx)
-        visible = visible & present[:, None, None, :]
-        visible &= is_token[:, None, :, None]
+        order = chosen.present[:, 0].any(1).to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+        order = order[:, :width]
+        keys, kv_idx = chosen.keys.gather(1, order), chosen.kv_idx.gather(1, order)
+        present = chosen.present.gather(3, order[:, None, None].expand(-1, 1, height, -1))
+        q_idx, head_numbers = chosen.q_idx, torch.arange(heads.start, heads.stop) + base.first_head
+        visible = self.pairs(batch, head_numbers, q_idx, kv_idx) & present
         shows = visible.flatten(1).any(1)
         if not bool(shows.any()):
             return None
+        rows = torch.arange(first * height, (first + len(indices)) * height).view(-1, height)
         visible, rows, keys, q_idx, kv_idx = (x[shows] for x in (visible, rows, keys, q_idx, kv_idx))
         b = torch.full((len(rows),), batch + base.first_row)
         indices_of = b, head_numbers, q_idx, kv_idx
-        return SelectedTile(batch, heads, kv_heads, rows, keys.clamp(min=0), indices_of, visible)
-
-
-def rows_of_positions(slots: Tensor, kv_len: int) -> Tensor:
-    """Return the row of a buffer that holds each global position, -1 where it is not in the buffer: int64
-    [Bp, kv_len].
-
-    slots: int [Bp, n, 3] of (row in buffer, global position, tokens)
-
-    >>> rows_of_positions(torch.tensor([[[0, 4, 2], [2, 0, 1]]]), 6).tolist()
-    [[2, -1, -1, -1, 0, 1]]
-    """
-    slots = slots.to(torch.int64)
-    batch = len(slots)
-    row, position, tokens = slots.unbind(-1)
-    number = torch.arange(batch)[:, None].expand_as(row).flatten()
-    counts = tokens.flatten()
-    offset = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    rows, places = (x.flatten().repeat_interleave(counts) + offset for x in (row, position))
-    table = torch.full((batch, kv_len), -1)
-    table[number.repeat_interleave(counts), places] = rows
-    return table
+        return SelectedTile(batch, heads, kv_heads, rows, keys, indices_of, visible)

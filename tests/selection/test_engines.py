@@ -1,4 +1,4 @@
-"""Tests of the CPU engine with selected keys: every schedule, against float64 attention with the pairs that
+"""Tests of the engines for selected keys, the CPU engine and interpreted kernels: every schedule, against float64 attention with the pairs that
 are both selected and shown by the mask."""
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from tritoncp.cpu.engine import CpuEngine
 from tritoncp.cpu.selected import SelectedCpuEngine
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import schedule_of
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.mods.mod import arguments
+from tritoncp.ops import call_mods
+from tritoncp.ops.engine_factory import kernel_mods
 from tritoncp.planning.placement import take
 from tritoncp.reference.dense import dense_attention
 from tritoncp.selection.selection import Selection
+from tritoncp.selection.triton_engine import SelectedTritonEngine
 from tritoncp.selection.visible import VisiblePairs
 
 F64 = torch.float64
@@ -42,12 +47,13 @@ def draw(shape: tuple[int, ...], count: int, blocks: int, g: torch.Generator) ->
     return indices.int()
 
 
+@pytest.mark.parametrize("kind", ["cpu", "triton"])
 @pytest.mark.parametrize("mask_name", MASKS)
 @pytest.mark.parametrize(("block_size", "query_block"), [(1, 1), (16, 1), (16, 8)])
 @pytest.mark.parametrize("shares", [1, 2, 4])
 @pytest.mark.parametrize(("world_size", "schedule"), [(1, "allgather"), (3, "allgather"), (3, "ring"), (3, "fetch")])
 def test_selected_keys_are_those_of_dense_attention(
-    mask_name: str, block_size: int, query_block: int, shares: int, world_size: int, schedule: str
+    kind: str, mask_name: str, block_size: int, query_block: int, shares: int, world_size: int, schedule: str
 ) -> None:
     g = torch.Generator().manual_seed(5)
     mask = MASKS[mask_name]()
@@ -74,10 +80,14 @@ def test_selected_keys_are_those_of_dense_attention(
         dense = chosen.to_dense(LENGTH, at.shape[1])
         for b, places in enumerate(at.expand(2, -1)):
             shown[b, :, places[places >= 0]] = dense[b, :, places >= 0]
-        engine = CpuEngine(8**-0.5, mask.mask_mod, lambda leaves: score, (), ())
-        engines.append(
-            SelectedCpuEngine(engine, chosen.unique(), VisiblePairs(mask, mask.mask_mod), 4, at)
-        )
+        selected = chosen.unique(), VisiblePairs(mask, mask.mask_mod), 4, at
+        if kind == "cpu":
+            engine = CpuEngine(8**-0.5, mask.mask_mod, lambda leaves: score, (), ())
+            engines.append(SelectedCpuEngine(engine, *selected))
+        else:
+            mod, captured = call_mods.translate_score(score, F64, q.device)
+            triton = TritonEngine(kernel_mods(None, mod, arguments(captured, mod.numbers)), 8**-0.5)
+            engines.append(SelectedTritonEngine(triton, *selected))
     visible = mask.to_dense(2, 4) & shown.repeat_interleave(4 // shares, 1)
     want = dense_attention(q, k, v, visible, score)
     grads = torch.autograd.grad(want.out, (q, k, v), dout)
