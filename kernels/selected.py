@@ -1,7 +1,7 @@
 """Attention to keys that are selected at run time: forward, dQ and dK/dV of one step.
 
-The query heads that share their keys lie in one tile, and the keys are gathered by their rows in the buffer. dK
-and dV are computed from transposed lists, of the queries that selected any key of a tile, in a fixed order.
+The query heads that share their keys lie in one tile, and the keys are gathered by their rows in the buffer.
+dK and dV are computed from transposed lists, of the queries that selected any key of a tile, in fixed order.
 """
 
 from typing import Any, NamedTuple

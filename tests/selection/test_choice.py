@@ -11,7 +11,7 @@ from torch import Tensor
 from tritoncp import causal, create_block_mask, document
 from tritoncp.masks.mask import Mask
 from tritoncp.selection import choice as tiles
-from tritoncp.selection.choice import ACTIVATIONS, Choice, choose
+from tritoncp.selection.choice import ACTIVATIONS, KeyChoice, choose
 from tritoncp.selection.visible import VisiblePairs
 
 
@@ -28,7 +28,7 @@ def mask_of(kind: str, length: int) -> Mask:
 
 
 def sort_all_scores(
-    query: Tensor, key: Tensor, weights: Tensor | None, choice: Choice, visible: Tensor
+    query: Tensor, key: Tensor, weights: Tensor | None, choice: KeyChoice, visible: Tensor
 ) -> Tensor:
     """Choose keys as :func:`choose` does, by all scores. visible: [B, Hq, rows, keys], equal in all heads if
     the heads are summed"""
@@ -81,7 +81,7 @@ def test_chosen_keys_are_those_of_sorted_scores(
     g = torch.Generator().manual_seed(seed)
     length, heads = 130 + seed % 40, 4
     activation = activation if activation in ("relu", "identity") else "relu"  # exact in any order of sums
-    choice = Choice(7 + seed % 5, block_size, activation, pool, *forced)
+    choice = KeyChoice(7 + seed % 5, block_size, activation, pool, *forced)
     mask = mask_of(kind, length)
     if summed and mask.H > 1:
         mask = mask[:, 0]
@@ -108,7 +108,12 @@ def test_tiles_of_keys_do_not_change_the_choice(keys: int, monkeypatch: pytest.M
     g = torch.Generator().manual_seed(keys)
     query, key = (torch.randint(-2, 3, (1, 2, 300, 4), generator=g).float() for _ in range(2))
     mask = mask_of("causal", 300)
-    for choice in (Choice(9), Choice(9, first=2, last=3), Choice(3, 16, own=True), Choice(3, 16, pool="max")):
+    for choice in (
+        KeyChoice(9),
+        KeyChoice(9, first=2, last=3),
+        KeyChoice(3, 16, own=True),
+        KeyChoice(3, 16, pool="max"),
+    ):
         arguments = query, key, None, choice, VisiblePairs(mask, mask.mask_mod), torch.arange(300)[None]
         want = choose(*arguments)
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Keys that a model chooses at run time: the record of a choice, and which of the chosen keys a query sees."""
+"""Keys that a model chooses at run time: their record, the choice by scores, and their lists for engines."""
 
 from tritoncp.selection.selection import Selection
 

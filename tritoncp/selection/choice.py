@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class KeyChoice:
     """What to choose, and which keys are always chosen.
 
     top:        number of keys, or blocks, of a query
@@ -47,7 +47,7 @@ class Choice:
 
 
 def choose(
-    query: Tensor, key: Tensor, weights: Tensor | None, choice: Choice, pairs: VisiblePairs,
+    query: Tensor, key: Tensor, weights: Tensor | None, choice: KeyChoice, pairs: VisiblePairs,
     positions: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return the chosen keys or blocks of each query, ascending, -1 first: int32 [B, Hs, rows, top].
@@ -97,7 +97,7 @@ class _RowTile:
     query: Tensor
     weights: Tensor | None
     positions: Tensor
-    choice: Choice
+    choice: KeyChoice
     pairs: VisiblePairs
     batch: int
 

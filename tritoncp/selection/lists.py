@@ -55,7 +55,9 @@ class ChosenKeys(NamedTuple):
     present: Tensor
 
 
-def chosen_keys(selection: Selection, first: int, indices: Tensor, positions: Tensor, places: Tensor) -> ChosenKeys:
+def chosen_keys(
+    selection: Selection, first: int, indices: Tensor, positions: Tensor, places: Tensor
+) -> ChosenKeys:
     """Look up rows of a selection, from row ``first`` on.
 
     indices: int [n, k] of these rows; positions: int64 [S_local] of queries, -1 for padding; places: row of
@@ -113,7 +115,9 @@ def key_lists(
     step = max(1, PAIRS // max(1, width * height))
     for b, share, at in _pieces(batch, range(first, last + 1), rows, step):
         part = indices[b % len(indices), share * indices.shape[1] // shares, at]
-        chosen = chosen_keys(selection, at.start, part, positions[b % len(positions)], places[b % len(places)])
+        chosen = chosen_keys(
+            selection, at.start, part, positions[b % len(positions)], places[b % len(places)]
+        )
         head = torch.tensor([share * num_heads // shares], device=device)
         visible = pairs(b, head, chosen.q_idx, chosen.kv_idx) & chosen.present
         visible = visible[:, 0]  # [n, height, width]

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import vmapped
 from tritoncp.masks.block_runs import ABSENT, Kind
 from tritoncp.masks.mask import Mask
+from tritoncp.mods.tracing import vmapped
 
 CPU = torch.device("cpu")
 

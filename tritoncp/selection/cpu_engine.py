@@ -3,16 +3,16 @@ time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.cpu.engine import LN2, CpuEngine, Launch
 from tritoncp.cpu.pointwise import Scores
+from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep, Tables
 from tritoncp.selection.lists import chosen_keys, rows_of_positions
 from tritoncp.selection.selection import Selection
@@ -101,16 +101,13 @@ class SelectedCpuEngine:
             for tile in self._tiles(q, step.k, step.tables):
                 scores = self._scores(tile)
                 query, key, value = (
-                    part.to(dtype)
-                    for part in (tile.queries(q), tile.key_rows(step.k), tile.key_rows(step.v))
+                    part.to(dtype) for part in (tile.queries(q), tile.key_rows(step.k), tile.key_rows(step.v))
                 )
                 out, lse = scores.forward(query, key, value, self.base.captures)
                 at = tile.batch, tile.heads, tile.rows  # [H, n, height]
                 out, lse = out.transpose(0, 1), lse.transpose(0, 1)
                 before, top = m[at], torch.maximum(m[at], lse)
-                keep, add = (
-                    torch.where(x == -torch.inf, 0, torch.exp(x - top)) for x in (before, lse)
-                )
+                keep, add = (torch.where(x == -torch.inf, 0, torch.exp(x - top)) for x in (before, lse))
                 acc[at] = acc[at] * keep[..., None] + out * add[..., None]
                 l[at] = l[at] * keep + add
                 m[at] = top
@@ -201,7 +198,7 @@ class SelectedCpuEngine:
                         yield tile
 
     def _head_groups(self, heads: int, kv_heads: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield (head of the selection, query heads, KV heads) for query heads of a tensor that share keys."""
+        """Yield (head of the selection, query heads, KV heads) for query heads that share keys."""
         shares, group, first = self.selection.indices.shape[1], heads // kv_heads, self.base.first_head
         head = 0
         while head < heads:
