@@ -4,7 +4,7 @@ import torch
 
 import tritoncp
 from tritoncp import causal, create_block_mask, document, make_plan, not_, prefix_lm, sliding_window, tree
-from tritoncp.masks.closed_forms import Selection
+from tritoncp.masks.closed_forms import PartOfMask
 
 S, BLOCK = 64, 16
 IDS = torch.arange(S) // 20
@@ -43,7 +43,7 @@ CLOSED_FORMS = {
     "or": lambda: sliding_window(4) | document(ids=IDS),
     "not": lambda: causal() & not_(sliding_window(5)) | sliding_window(1),
     "with a function": lambda: causal() & near,
-    "selection": lambda: Selection(document(ids=torch.stack([IDS, IDS // 2])), rows=(1,)),
+    "selection": lambda: PartOfMask(document(ids=torch.stack([IDS, IDS // 2])), rows=(1,)),
     "tree": lambda: tree([-1, 0, 0], [24, 20, 20]),
     "varlen": packed,
 }

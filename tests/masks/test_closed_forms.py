@@ -26,7 +26,7 @@ from tritoncp import (
     tree,
 )
 from tritoncp.masks import MaskMod, create_block_mask
-from tritoncp.masks.closed_forms import Selection
+from tritoncp.masks.closed_forms import PartOfMask
 from tritoncp.masks.mask_mod import num_batch_rows
 from tritoncp.reference.dense import dense_attention
 
@@ -57,7 +57,7 @@ def simple_forms(draw: st.DrawFn) -> MaskMod:
 @FEW
 def test_a_mask_mod_has_no_truth_value(form: MaskMod) -> None:
     """`causal() and window` is the window alone."""
-    for one in (form, form & causal(), form | causal(), ~form, Selection(form, heads=(0,))):
+    for one in (form, form & causal(), form | causal(), ~form, PartOfMask(form, heads=(0,))):
         for ask in (bool, lambda one: not one, lambda one: one and causal(), lambda one: one or causal()):
             with pytest.raises(TypeError, match=r"has no truth value.*combine masks with & \| ~"):
                 ask(one)
@@ -71,7 +71,7 @@ def forms(draw: st.DrawFn) -> MaskMod:
     join = draw(st.sampled_from([and_masks, or_masks, lambda *p: not_(p[0])]))
     mod = parts[0] if len(parts) == 1 and draw(st.booleans()) else join(*parts)
     rows = draw(st.sampled_from([None, (1, 0), (1,)]))
-    return Selection(mod, rows) if rows else mod
+    return PartOfMask(mod, rows) if rows else mod
 
 
 lengths = st.integers(1, N)
@@ -82,8 +82,8 @@ def dense(mod: MaskMod, q_len: int, kv_len: int) -> Tensor:
 
 
 DESCENDING = document(ids=-(torch.arange(N) // 7))
-GAP = or_masks(Selection(sliding_window(1, 0), start=9), sliding_window(1, 0))
-TOUCH = and_masks(Selection(sliding_window(0, -1), start=1), causal())  # keys from q + 1 on, and up to q
+GAP = or_masks(PartOfMask(sliding_window(1, 0), start=9), sliding_window(1, 0))
+TOUCH = and_masks(PartOfMask(sliding_window(0, -1), start=1), causal())  # keys from q + 1 on, and up to q
 
 
 @example(mod=GAP, q_len=20, kv_len=40)

@@ -172,13 +172,13 @@ class PrefixLM(MaskMod):
 
 @as_tree
 @record(eq=True, repr=False)
-class Selection(MaskMod):
+class PartOfMask(MaskMod):
     """The mask_mod of a part of a mask: q_idx counts from query ``start``; b and h count the selected batch
     rows and heads.
 
     rows, heads: the selected b and h of ``part``; None: all. A single one serves every b or h.
 
-    >>> Selection(causal(), heads=(0, 2)), Selection(causal(), start=8)
+    >>> PartOfMask(causal(), heads=(0, 2)), PartOfMask(causal(), start=8)
     (causal()[:, [0, 2]], causal() from query 8)
     """
 
@@ -359,7 +359,7 @@ def is_closed_form(mask: Any) -> bool:
     """
     if type(mask) in (SlidingWindow, Document, DocumentOfLengths, PrefixLM, TextAndBlock, Tree):
         return True
-    combination = type(mask) in (And, Or, Not, Selection)
+    combination = type(mask) in (And, Or, Not, PartOfMask)
     return combination and all(map(is_closed_form, getattr(mask, "parts", None) or (mask.part,)))
 
 

@@ -30,7 +30,7 @@ from tritoncp.masks.block_mask_interface import (
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
-from tritoncp.masks.closed_forms import Selection, as_int, is_closed_form
+from tritoncp.masks.closed_forms import PartOfMask, as_int, is_closed_form
 from tritoncp.masks.mask_mod import MAX_TOKENS, Intervals, MaskFn, MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.transposed_runs import transpose
@@ -270,7 +270,7 @@ class Mask(BlockMaskInterface):
             runs = Runs.from_kinds(bound_ragged_blocks(runs.to_kinds(), stop % self.q_block, 0))
         interval = None if self.interval is None else tuple(t[..., start:stop] for t in self.interval)
         tokens = None if self.tokens is None else (self.tokens[0][start:stop], self.tokens[1])
-        mod = None if self.mask_mod is None else Selection(self.mask_mod, start=start)
+        mod = None if self.mask_mod is None else PartOfMask(self.mask_mod, start=start)
         size = stop - start, self.kv_len, self.q_block, self.kv_block
         return Mask(*size, runs, mod, None, interval, self.reads, tokens)  # type: ignore[arg-type]
 
@@ -321,7 +321,7 @@ class Mask(BlockMaskInterface):
         rows, cols = list(batch or range(self.B)), list(heads or range(self.H)) if self.H > 1 else [0]
         interval = self.interval if heads is None or self.H > 1 else self.interval_for(self.B, 2)
         interval = interval and (interval[0][rows][:, cols], interval[1][rows][:, cols])
-        mod = None if self.mask_mod is None else Selection(self.mask_mod, batch, heads)
+        mod = None if self.mask_mod is None else PartOfMask(self.mask_mod, batch, heads)
         b, h = (read and (part is None or len(part) > 1) for read, part in zip(self.reads, (batch, heads)))
         runs = self.runs.select(rows, cols)
         return replace(self, runs=runs, mask_mod=mod, interval=interval, reads=(b, h))

@@ -17,7 +17,7 @@ from tritoncp.core.records import fields_of, record, replace
 from tritoncp.integrations.transformers.mask_functions import Pattern, read_pattern
 from tritoncp.integrations.transformers.model_classes import computes_attention_itself, has_sparse_layers
 from tritoncp.masks.block_mask_interface import BlockMaskInterface
-from tritoncp.masks.closed_forms import Selection, document
+from tritoncp.masks.closed_forms import PartOfMask, document
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod, and_masks
 from tritoncp.planning.plan import Plan
@@ -106,7 +106,7 @@ class ModelMask(BlockMaskInterface):
             # Tokens see tokens only; padding sees padding, so that no row is empty.
             ids = torch.nn.functional.pad(self.padding.int(), (0, max(0, self.q_len + offset - self.kv_len)))
             mod = mod & document(ids=ids)
-        return Selection(mod, start=offset) if offset else mod
+        return PartOfMask(mod, start=offset) if offset else mod
 
     @cached_property
     def _offsets(self) -> tuple[int, int]:
