@@ -105,7 +105,8 @@ def even_step(starts: Sequence[int]) -> int | None:
 def scatter(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
     """Write parts [n, H, length, D] to disjoint ranges of rows of x [H, T, D] that begin at ``starts``.
 
-    One operation for all parts, since threads synchronise after each operation."""
+    One operation for all parts, since threads synchronise after each operation.
+    """
     if even_step(starts) is not None:
         gather(x, starts, parts.shape[2]).copy_(parts)
     else:

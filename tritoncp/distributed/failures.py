@@ -56,7 +56,8 @@ class LogEntry(NamedTuple):
 
     messages: number of messages that the rank had started kind:     FAILED: a call of the rank raised,
     perhaps on all ranks; CLOSED: the rank makes no further calls; WAITED: a message did not arrive, and the
-    rank makes no further calls"""
+    rank makes no further calls
+    """
 
     rank: int
     messages: int

@@ -81,7 +81,8 @@ class BlockMaskInterface:
 
         Its tensors stay on the CPU; a call copies the tensors it needs to the device of the query, once.
         Tensors that a mask_mod captures stay where they are, as with torch's ``BlockMask.to``. It has no
-        dtype. Arguments are those of ``torch.nn.Module.to``; raises TypeError or RuntimeError for others."""
+        dtype. Arguments are those of ``torch.nn.Module.to``; raises TypeError or RuntimeError for others.
+        """
         torch._C._nn._parse_to(*args, **kwargs)
         return self
 

@@ -54,7 +54,8 @@ class Mod:
     Refusal if there is only a torch form wants: indices of the tensors whose gradients `grad` computes, in
     the order of `dcaps` graph: `fn` as a torch graph; None for hand-written Triton back: `grad` without
     additions to dcaps loads: number of axes of a score tile (q, kv) on which addresses of loads from
-    `tensors` depend: 0 if only on b and h, 2 if each score loads another value"""
+    `tensors` depend: 0 if only on b and h, 2 if each score loads another value
+    """
 
     digest: str
     source: str

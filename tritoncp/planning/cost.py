@@ -30,7 +30,8 @@ class Hardware:
 
     flops: attention in 16 bits, per second; bandwidth: bytes that a rank sends per second; latency: seconds
     per message; scattered: share of the bandwidth that an all-to-all of many pieces attains; memory: bytes of
-    device memory read and written per second."""
+    device memory read and written per second.
+    """
 
     name: str
     flops: float

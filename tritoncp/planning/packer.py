@@ -2,7 +2,8 @@
 
 The rule is "longest first, to the micro-batch with the lowest work that has room". A sequence with more work
 than an even share, such as one that fills a micro-batch, makes the other replicas of its step wait: so this
-step takes other long sequences for them."""
+step takes other long sequences for them.
+"""
 
 from __future__ import annotations
 

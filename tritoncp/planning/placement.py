@@ -307,7 +307,8 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
     Differentiable: the backward pass scatters the gradient of each row to its place, with zeros elsewhere.
 
     If Bp > 1, ``batch_dim`` is the dimension of ``x`` that goes with the rows of the index; a tensor without
-    one (``batch_dim=None``) gets a new leading batch dimension."""
+    one (``batch_dim=None``) gets a new leading batch dimension.
+    """
     if x.dtype not in MOVABLE:
         return take(as_movable(x), index, dim, batch_dim, as_word(pad, x.dtype)).view(x.dtype)
     dim = dim % x.ndim

@@ -1,7 +1,8 @@
 """The plan of a rank: which rank holds which block, the schedule, and the tables of each step.
 
 A plan is made before the first byte is sent. It is frozen, derived from the mask alone, and equal on every
-rank except for the rank's number; it refers to no process group."""
+rank except for the rank's number; it refers to no process group.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ class ForwardStep(NamedTuple):
     values [B, Hkv, rows, E] of a buffer, into out [B, Hq, S, E], lse and max_scores [B, Hq, S].
 
     state: (acc [B, Hq, S, E], m, l [B, Hq, S]) between the steps of a row, m in log2 units. With
-    ``load_state`` the step continues from it; with ``store_state`` the step writes it instead of results"""
+    ``load_state`` the step continues from it; with ``store_state`` the step writes it instead of results
+    """
 
     q: Tensor
     k: Tensor
@@ -60,7 +61,8 @@ class StepEngine(Protocol):
     captures, and the batch row and head of the layer at which its tensors begin.
 
     Sums are float32, or float64 for float64 tensors. Padding, that is rows outside of all slots, is neither
-    read nor written."""
+    read nor written.
+    """
 
     @property
     def fused(self) -> bool:
@@ -162,7 +164,8 @@ def tables_of(
     """Make the tables of a step between Q slots, whose rows have ``positions``, and the slots of a KV buffer.
 
     runs: result of :func:`slot_runs`; interval: row intervals of the whole mask, None if they are not valid
-    for the call."""
+    for the call.
+    """
     lo, hi = _local_intervals(interval, positions)
     decided = "none" if not runs.has_kind(Kind.MASKED) else "interval" if lo is not None else "mod"
     dense_q = _is_dense(q_slots, mask.q_block)
@@ -204,7 +207,8 @@ def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
     """Return the mask's runs in units of slots: rows are Q slots, columns KV slots.
 
     A full block stays full only if both slots are whole blocks, so that full runs need no bounds checks. One
-    order of KV slots has to serve every batch row of the mask."""
+    order of KV slots has to serve every batch row of the mask.
+    """
     q_blocks = torch.where(q_slots[..., 2] > 0, q_slots[..., 1] // mask.q_block, -1).to(torch.int64)
     kv_blocks = (kv_slots[..., 1] // mask.kv_block).to(torch.int64)
     kv_blocks = torch.where(kv_slots[..., 2] > 0, kv_blocks, mask.runs.n_cols)

@@ -59,7 +59,8 @@ class Hop:
     sent, for the next step previous:  rank that sends the K and V of the next step dkv_to:    rank to which
     the gradient of this step's K and V is sent: the next reader, or in the end the owner dkv_next:  rank that
     sends the gradient of the next step's K and V dkv_home:  rank that sends the gradient of this rank's shard
-    of K and V in this step"""
+    of K and V in this step
+    """
 
     owner: int
     holds: bool
@@ -167,7 +168,8 @@ class Fetch:
     batched: whether batch rows fetch different rows. If so, rows are numbered over [B, S_local]; else over
     [S_local], each for all batch rows rows:    local rows to send, receiver after receiver: int64
     [sum(sends)] sends:   number of rows to each rank takes:   number of rows received from each rank, in rank
-    order slots:   the slots of the received buffer: int32 [Bn, n, 3], sorted by global position"""
+    order slots:   the slots of the received buffer: int32 [Bn, n, 3], sorted by global position
+    """
 
     batched: bool
     rows: Tensor

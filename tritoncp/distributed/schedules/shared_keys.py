@@ -4,7 +4,8 @@ once.
 
 A buffer holds rows [n, heads, D + E]: under allgather all ranks' shards, under fetch the rank's own rows and
 then the fetched ones. The batch rows of a token follow each other; if batch rows fetch different rows, each
-row belongs to one batch row."""
+row belongs to one batch row.
+"""
 
 from __future__ import annotations
 

@@ -19,22 +19,7 @@ from tritoncp.integrations.transformers.batches import shard_batch
 
 
 class ContextParallelTrainer(Trainer):
-    """transformers' Trainer with context parallelism: the ranks of a mesh train on the same documents, each
-    on its shard of their tokens.
-
-    Arguments are Trainer's, and:
-
-    mesh:     1-D DeviceMesh or ProcessGroup of the ranks that share documents, as ``mesh["cp"]``, or a 2-D
-              mesh for Ulysses; all other dimensions of the world are data parallel. None: all ranks
-    sharding: keyword arguments of :func:`shard_batch`: balancer, schedule, BLOCK_SIZE
-
-    The loss of a step is the mean over the labels of all ranks, and gradients are its gradients: the loss of
-    a rank is scaled to cancel the averaging of gradients by DDP and FSDP. Documents are distributed over
-    data-parallel ranks, and batch sizes are per data-parallel rank. Batches are [B, S] on the ranks' devices,
-    as the collator returns them: padded with an attention_mask, or packed with position_ids.
-
-    Raises ValueError for a model with another attention, accelerate's own context parallelism, label
-    smoothing, loss functions and metrics that need whole logits, and batches dispatched from rank 0.
+    """Train with transformers' Trainer and context parallelism.
 
     >>> import tempfile, torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -50,6 +35,25 @@ class ContextParallelTrainer(Trainer):
     >>> trainer.train().global_step  # doctest: +ELLIPSIS
     {...}
     1
+
+    The ranks of a mesh train on the same documents, each on its shard of the tokens. Documents are
+    distributed over data-parallel ranks, and batch sizes are per data-parallel rank. Batches are [B, S] on
+    the ranks' devices, as the collator returns them: padded with an attention_mask, or packed with
+    position_ids.
+
+    The loss of a step is the mean over the labels of all ranks, and gradients are gradients of this mean: the
+    loss of a rank is scaled to cancel the averaging of gradients by DDP and FSDP.
+
+    Args:
+        args: arguments of Trainer.
+        mesh: 1-D DeviceMesh or ProcessGroup of the ranks that share documents, such as ``mesh["cp"]``, or a
+            2-D mesh for Ulysses; all other dimensions of the world are data parallel. None: all ranks.
+        sharding: keyword arguments of :func:`shard_batch`: balancer, schedule, BLOCK_SIZE.
+        kwargs: keyword arguments of Trainer.
+
+    Raises:
+        ValueError: for a model with another attention, accelerate's context parallelism, label smoothing,
+            loss functions and metrics that need whole logits, and batches dispatched from rank 0.
     """
 
     def __init__(
@@ -87,8 +91,8 @@ class ContextParallelTrainer(Trainer):
             )
 
     def get_cp_size(self) -> int:
-        """Return the number of ranks that share documents; Trainer divides batch sizes and label counts by
-        it."""
+        """Return the number of ranks that share documents, by which Trainer divides batch sizes and label
+        counts."""
         group = groups.group_of(self.context_mesh)
         return 1 if group is None else group.size()
 
@@ -128,7 +132,7 @@ class ContextParallelTrainer(Trainer):
 
     @property
     def gather_function(self) -> Callable[[Tensor], Tensor]:
-        """The function by which Trainer gathers losses in evaluation: one value per replica."""
+        """The function with which Trainer gathers losses in evaluation: one value per replica."""
         return self._gather_losses
 
     @gather_function.setter

@@ -4,7 +4,8 @@ An expression of a mask_mod (`expression`) becomes such lists without evaluating
 comparison is a vector over the queries or the keys. If the keys' side ascends, binary search finds the range
 of keys that a query sees; if it repeats values, the visible keys are the runs that equal the query's value.
 "And", "or" and "not" are intersection, union and complement of lists. A function that returns None found no
-lists."""
+lists.
+"""
 
 from __future__ import annotations
 
