@@ -1,4 +1,4 @@
-"""One attention step for the CPU engine: packed rows, tiles for each group of heads, visible pairs of
+"""One attention step of the CPU engine: packed rows, tiles for each group of heads, and visible pairs of
 tiles."""
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Step:
         cls, tables: Tables, q: Tensor, k: Tensor, mask: Callable[..., Tensor] | None, first_row: int,
         first_head: int, flash: bool, steps: BoundedCache[Any, Step],
     ) -> Step:  # fmt: skip
-        """Return the cached or new step for tensors with the shapes of q and k. flash: for torch's flash
-        kernel; steps: the cache"""
+        """Return the step for tensors with the shapes of q and k, from the cache ``steps`` if it is there.
+        flash: whether torch's flash kernel computes it"""
         key = tables, q.shape[:3], k.shape[:3], first_row, first_head, flash
         if (step := steps.get(key)) is None:
             packings = (
@@ -103,8 +103,8 @@ class Step:
         return pairs
 
     def decides(self, group: HeadGroup, slots: Sequence[SlotRow], keys: Range) -> bool:
-        """Return whether window or intervals decide all pairs of these slots and keys. (Intervals derived
-        from a mask_mod are valid in masked blocks only.)"""
+        """Return whether the window or intervals decide all pairs of these slots and keys. (Intervals of a
+        mask_mod are valid only in masked blocks.)"""
         if self.window is not None:
             return True
         if group.lo is None or group.hi is None:

@@ -37,7 +37,7 @@ OF_OPERATION = {
 
 
 def kind_of(i: Instruction) -> str:
-    """Return roughly the pipe of an instruction. ("move": ptxas removes most of these.)"""
+    """Return the kind of an instruction, roughly its pipe. (ptxas removes many of the kind "move".)"""
     p = i.parts
     operation, t = p[0], p[-1]
     if operation in OF_OPERATION:
@@ -73,9 +73,9 @@ def flops_of(i: Instruction) -> int:
 class LaunchCounts:
     """The counts of one launch.
 
-    warps, lanes:  how many executed each block
+    warps, lanes:  number of warps and lanes that executed each block
     memory:        sums over accesses by (space, site): requests, lanes, nbytes, units (sectors of global
-                   memory, wavefronts of shared memory), and the least units possible for these bytes
+                   memory, wavefronts of shared memory), and the min units possible for these bytes
     sectors:       sectors of global memory, read and written
     operand_bytes: bytes of shared memory that tensor cores read by descriptors
     """
@@ -131,7 +131,7 @@ class LaunchCounts:
         self.sectors[way].append(np.unique(sectors[new]))
 
     def shared_access(self, access: Access, address: Array, nbytes: int) -> None:
-        """Count wavefronts: for each 128 bytes of lanes, the most different words in one bank."""
+        """Count wavefronts: for each 128 bytes of lanes, the max number of different words in one bank."""
         a = self.by_warp(access, address)
         if not len(a):
             return
@@ -190,7 +190,7 @@ class LaunchCounts:
 
 
 def first_of_each(rows: Array) -> Array:
-    """Return where sorted rows have the first occurrence of a number >= 0."""
+    """Return where each number >= 0 occurs first in sorted rows."""
     new = rows >= 0
     new[:, 1:] &= rows[:, 1:] != rows[:, :-1]
     return new

@@ -1,5 +1,5 @@
-"""Shared memory of CTAs, and its shadow: which bytes are written, and by whom written and read. Local memory
-is the same for each thread."""
+"""Shared memory of CTAs, and its shadow: which bytes were written, and which agents wrote and read them.
+Local memory is treated the same way, per thread."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class SharedMemory(Memory):
 
     def note_async_reader(self, idx: Array, clock: Array, agent: Array | int) -> None:
         """Tag 16-byte units with the asynchronous unit that reads them; the previous reader becomes the
-        second."""
+        second reader."""
         self.granules(16).note_reader(idx, ((clock << SHIFT) | agent).astype(np.int32)[:, None])
 
 
