@@ -49,9 +49,12 @@ def examine() -> dict[str, Any]:
     >>> sorted(facts)[:5]
     ['advice', 'cpu', 'devices', 'distributed', 'environment']
     """
-    packages = "torch", "triton", "einops", "numpy", "matplotlib"
-    versions = {name: installed_version(name) for name in packages}
-    versions = {"tritoncp": __version__, "python": platform.python_version(), **versions}
+    import torch
+
+    packages = "triton", "einops", "numpy", "matplotlib"
+    versions: dict[str, str | None] = {"tritoncp": __version__, "python": platform.python_version()}
+    versions["torch"] = str(torch.__version__)  # with its build, such as +cu132, which metadata lacks
+    versions |= {name: installed_version(name) for name in packages}
     interpreted = cpu_target() == "interpreter"
     gpus = devices()
     archs = list(dict.fromkeys(gpu["architecture"] for gpu in gpus))

@@ -32,6 +32,14 @@ def test_counts_beside_torchs_template() -> None:
 
 
 @pytest.mark.long
+def test_counts_beside_torchs_template_on_blackwell() -> None:
+    """Its products have FLOPs, as many as torch's."""
+    own, other = run("--arch", "sm_100", "--shape", "1x1,64,256", "--against", "torch")
+    assert own["error"] < 0.01 and other["error"] < 0.01
+    assert own["flops"] == other["flops"] > 0 and own["instructions"] < other["instructions"]
+
+
+@pytest.mark.long
 def test_a_users_mask_and_score_mod_backward() -> None:
     words = ["--mask", "window(40) & causal", "--score", "softcap(20)", "--backward", "--shape", "2x2,64,128"]
     (row,) = run("--arch", "sm_90", *words)

@@ -41,6 +41,22 @@ def normalise(X, OUT, N: tl.constexpr, ROWS: tl.constexpr):
     tl.store(OUT + row * N + tl.arange(0, N)[None, :], e / tl.sum(e, 1)[:, None])
 
 
+@triton.jit(repr=lambda specialization: f"add_{specialization.constants['BLOCK']}")
+def add_one(X, OUT, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(OUT + i, tl.load(X + i) + 1)
+
+
+def test_kernels_that_name_their_compiled_form_run() -> None:
+    """Kernels of triton_kernels are named so."""
+    x, out = torch.randn(64), torch.empty(64)
+    kernel: Any = add_one
+    with compiled_kernels(COMPILED) as device:
+        kernel[(1,)](x, out, 64)
+    assert torch.equal(out, x + 1)
+    assert [launch.kernel for launch in device.launches] == ["add_64"]
+
+
 def test_a_fault_names_kernel_line_threads_and_tensor() -> None:
     x, y, out = torch.randn(100), torch.randn(128), torch.empty(128)
     with pytest.raises(ExecutionFault) as raised, compiled_kernels(COMPILED):

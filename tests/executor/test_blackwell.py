@@ -89,3 +89,24 @@ def test_a_program_that_wrote_no_cell_reads_poison(stored: str) -> None:
     out, faults = run(HANDOVER.replace("tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r4};", stored))
     assert not faults
     assert (out == 0xFFFFFFFF).all()
+
+
+COMMIT = """
+mov.u32 %r1, %tid.x;
+setp.eq.u32 %p1, %r1, 0; setp.ge.u32 %p2, %r1, 32; setp.eq.u32 %p3, %r1, 32;
+@%p1 mbarrier.init.shared::cta.b64 [smem], 1;
+bar.sync 0;
+@%p2 bra ISSUE;
+WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p4, [smem], 0;
+@!%p4 bra WAIT;
+ret;
+ISSUE: @%p3 tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [smem];
+ret;
+"""
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_commit_without_a_product_ends_a_wait(seed: int | None) -> None:
+    """A loop whose warps are specialised issues one where it has run no product yet."""
+    faults = run_module(module(COMMIT, 1, 16, 64), np.zeros(1, "u4"), threads=64, seed=seed)
+    assert not faults

@@ -319,26 +319,44 @@ def cells_of(row: Row) -> list[str]:
     if row.one.startswith(NOT_TRIED):
         ways = ["–"] * 3
     reason = next((one for one in row[1:] if one not in ("yes", "–")), "")
-    return [row.family, *ways, reason]
+    return [row.family, *ways, shorten(reason)]
+
+
+def shorten(reason: str) -> str:
+    """Return the first sentence of a message, without names that differ between families.
+
+    >>> shorten("ValueError: models of MptConfig have no argument position_ids. Run them alone.")
+    'models of this config have no argument position_ids'
+    """
+    text = re.sub(r"\b\w+Config\b", "this config", reason.partition(". ")[0])
+    return re.sub(r" \(\w+(, \w+)*\)|(?<!not tried: )\bValueError: ", "", text)
 
 
 def read_table() -> dict[str, list[str]]:
-    """Return the rows of the page, by family."""
+    """Return the cells of each family of the page: its name, three ways, the reason."""
     table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
-    return {row[0].strip("`"): [row[0].strip("`"), *row[1:4], row[4] if len(row) > 4 else ""] for row in rows}
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][2:]
+    return {
+        family: [family, *(cell.strip() for cell in (*ways, reason))]
+        for *ways, reason, families in rows
+        for family in re.findall("`(.+?)`", families)
+    }
 
 
 def write_table(rows: dict[str, list[str]]) -> None:
-    """Write the rows of all families into the page."""
-    heads = ["family", "one process", "several ranks", "packed documents", "reason"]
+    """Write all families into the page, those with equal cells in one row."""
+    heads = ["one process", "several ranks", "packed documents", "reason", "families"]
     count = [sum(row[i] == "yes" for row in rows.values()) for i in (1, 2, 3)]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for _, (family, *cells) in sorted(rows.items()):
+        groups.setdefault(tuple(cells), []).append(f"`{family}`")
+    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     lines = [
         f"transformers {transformers.__version__}: of {len(rows)} families {count[0]} work on one process, "
         f"{count[1]} on several ranks, {count[2]} with packed documents on several ranks.",
         "",
         *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * 5)),
-        *(f"| `{row[0]}` | {' | '.join(row[1:])} |" for _, row in sorted(rows.items())),
+        *(f"| {' | '.join(cells)} | {', '.join(families)} |" for cells, families in ordered),
     ]
     head, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")

@@ -188,7 +188,7 @@ def test_modules_load_only_the_packages_that_they_need(modules, never):
 
 
 PLANS = """
-import torch
+import torch, torch.nn.attention.flex_attention  # which loads sympy since torch 2.15
 at_import = set(sys.modules)
 import tritoncp
 ids = torch.arange(1024) // 100

@@ -130,11 +130,12 @@ def _execute(run: Callable[[], Any], arch: str, problem: Problem, skip: str = ""
     from triton import knobs
 
     from tritoncp.executor import compiled_kernels
+    from tritoncp.executor.driver import find_file
 
     cubins: dict[str, Path] = {}
 
     def remember(module: Any, function: Any, name: str, group: dict[str, str], key: str) -> None:
-        cubins[name] = Path(group[f"{name}.cubin"])
+        cubins[name] = Path(find_file(group, ".cubin"))
 
     with compiled_kernels(arch, count=True, check=False) as device:
         knobs.runtime.kernel_load_start_hook.add(remember)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritoncp.planning.problem import Problem, window_of
 
-CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0)}
+CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0)}
 TEMPLATES = {
     "forward": ("flex_attention", "utilities", "common"),
     "backward": ("flex_backwards", "utilities"),

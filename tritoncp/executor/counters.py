@@ -62,7 +62,7 @@ def kind_of(i: Instruction) -> str:
 
 
 def flops_of(i: Instruction) -> int:
-    """Return the FLOPs of a matrix product for one warp."""
+    """Return the FLOPs of a matrix product for one warp, 0 where its shape is no part of the instruction."""
     shape = re.search(r"m(\d+)n(\d+)k(\d+)", i.opcode)
     if not shape or kind_of(i) != "mma":
         return 0
@@ -78,6 +78,7 @@ class LaunchCounts:
                    memory, wavefronts of shared memory), and the min units possible for these bytes
     sectors:       sectors of global memory, read and written
     operand_bytes: bytes of shared memory that tensor cores read by descriptors
+    described_flops: FLOPs of products whose shape is no part of the instruction: tcgen05.mma
     """
 
     def __init__(self, program: PtxProgram) -> None:
@@ -86,7 +87,7 @@ class LaunchCounts:
         self.warps, self.lanes = [0] * blocks, [0] * blocks
         self.memory: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
         self.sectors: dict[str, list[Array]] = {"read": [], "write": []}
-        self.operand_bytes = 0
+        self.operand_bytes = self.described_flops = 0
 
     # called by the executor
 
@@ -96,6 +97,9 @@ class LaunchCounts:
 
     def operand(self, nbytes: int) -> None:
         self.operand_bytes += nbytes
+
+    def product(self, flops: int) -> None:
+        self.described_flops += flops
 
     def add(
         self, space: str, access: Access, requests: int, lanes: int, nbytes: int, units: int, least: int
@@ -160,7 +164,7 @@ class LaunchCounts:
 
     def kinds(self) -> Counter[str]:
         """Return warp instructions by kind, FLOPs of matrix products, and special functions by name."""
-        out: Counter[str] = Counter()
+        out: Counter[str] = Counter(flops=self.described_flops)
         for block, warps in zip(self.program.kernel.blocks, self.warps):
             for i in block.instructions:
                 out[kind_of(i)] += warps

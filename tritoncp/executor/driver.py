@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,11 @@ class LoadedKernel:
 LOADED: WeakValueDictionary[str, LoadedKernel] = WeakValueDictionary()  # by the path of the PTX
 
 
+def find_file(files: Mapping[str, str], end: str) -> str:
+    """Return the path of a compiled kernel's file of the kind ``end``, which it has once."""
+    return next(path for name, path in files.items() if name.endswith(end))
+
+
 class Utilities:
     """The functions of Triton's `cuda_utils` that its runtime calls."""
 
@@ -81,7 +86,7 @@ class Utilities:
         the driver that is active then, which may be a GPU's driver or none. For some launches it loads a
         kernel without a module again.
         """
-        path = self.driver.files[name + ".ptx"]
+        path = self.driver.ptx
         kernel = LOADED.get(path)
         if kernel is None:
             kernel = LOADED[path] = LoadedKernel(name, Path(path).read_text(), shared)
@@ -214,18 +219,20 @@ class ExecutorDriver(DriverBase):
     def __init__(self, capability: int, settings: Settings) -> None:
         self.capability, self.settings = capability, settings
         self.utils, self.launcher_cls = Utilities(self), Launcher
-        self.files: dict[str, str] = {}
+        self.ptx = ""  # path of the text of the kernel that is loaded next
         self.launches: list[LaunchRecord] = []
         self.faults: list[Fault] = []
 
-    def remember_files(self, module: Any, function: Any, name: str, metadata_group: Any, hash: str) -> None:
-        self.files = dict(metadata_group)
+    def remember_ptx(self, module: Any, function: Any, name: str, files: Any, hash: str) -> None:
+        """Find the text of a kernel. Files are named for its Python function; ``name`` may come from the
+        argument ``repr`` of `triton.jit`."""
+        self.ptx = find_file(files, ".ptx")
 
     def start(self) -> None:
-        knobs.runtime.kernel_load_start_hook.add(self.remember_files)
+        knobs.runtime.kernel_load_start_hook.add(self.remember_ptx)
 
     def stop(self) -> None:
-        knobs.runtime.kernel_load_start_hook.remove(self.remember_files)
+        knobs.runtime.kernel_load_start_hook.remove(self.remember_ptx)
 
     @classmethod
     def is_active(cls) -> bool:
