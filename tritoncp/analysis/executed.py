@@ -60,7 +60,7 @@ def draw_call(problem: Problem) -> ExecutedCall:
     return ExecutedCall(problem, tensors, out.detach(), lse.detach(), grads)
 
 
-def count_own(call: ExecutedCall, arch: str, which: str) -> Row:
+def count_tritoncp(call: ExecutedCall, arch: str, which: str) -> Row:
     """Execute tritoncp's kernels of a pass, "forward" or "backward", and return their counts."""
     tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors)
     kernels = ("forward",) if which == "forward" else ("delta", "dq", "dkdv")
@@ -104,7 +104,7 @@ def count_calls(
             torch_templates.mask_of(problem)  # raises for a mask that the templates do not have
         call = draw_call(problem)
         for arch in archs:
-            rows = [count_own(call, arch, which)]
+            rows = [count_tritoncp(call, arch, which)]
             for job in candidates(which, arch, problem) if against else ():
                 if job.default or against == "autotuned":
                     row = count_torch(call, job)

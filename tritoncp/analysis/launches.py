@@ -99,7 +99,7 @@ class CallTensors:
         dq = self._dq_sum if kernel == "fused" else None
         return engine.dkdv(step, self._dk, self._dv, dq, add=variant.load)
 
-    def in_steps(self, kernel: str, config: Config | None) -> Tensor:
+    def run_two_steps(self, kernel: str, config: Config | None) -> Tensor:
         """Compute out in two steps, the second from the state of the first, as in a ring of two ranks."""
         engine = self._engine(*kernel_of(kernel, config), None)
         plan = build(self._mask, 2, schedule="ring")

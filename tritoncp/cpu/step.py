@@ -142,14 +142,14 @@ def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) 
         group = HeadGroup(part, kv_part, lo, hi, ())
         tiles: list[PackedTile] = []
         for b in range(batch):
-            ptr = _of_head(tables.row_ptr, b, head + step.first_head)
+            ptr = _select_head(tables.row_ptr, b, head + step.first_head)
             slots = slot_rows(ptr, runs, step.q.edges[b], step.kv.edges[b])
             tiles += tiles_of(slots, b, flash, partial(step.decides, group))
         groups.append(replace(group, batches=tuple(batches_of(tiles))))
     return groups
 
 
-def _of_head(x: Tensor, b: int, head: int) -> Tensor:
+def _select_head(x: Tensor, b: int, head: int) -> Tensor:
     """Return the entry of a table [1 or B, 1 or H, ...] for a batch row and a query head of the layer."""
     return x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
 
@@ -160,6 +160,6 @@ def _packed_bounds(packing: Packing, bounds: Tensor | None, head: int, batch: in
         return None
     parts: list[Any] = [bounds.new_zeros(0)]
     for b, rows in enumerate(packing.rows):
-        own = _of_head(bounds, b, head)
+        own = _select_head(bounds, b, head)
         parts.append(own if rows is None else own[rows])
     return torch.cat(parts).long()

@@ -100,7 +100,7 @@ class SlotRow(NamedTuple):
         """Return the parts of a range of keys that are in neither list."""
         parts = [keys]
         for listed in (*self.full, *self.masked):
-            parts = _without(parts, listed)
+            parts = _subtract(parts, listed)
         return parts
 
 
@@ -219,7 +219,7 @@ def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[PackedTile]) -> Non
         shared = [keys for keys in shared if saved * (keys[1] - keys[0]) > MERGE_TIME]
     for keys in shared:
         tiles.append(_tile("full", batch, rows, keys))
-        slots = [SlotRow(slot.rows, _without(slot.full, keys), []) for slot in slots]
+        slots = [SlotRow(slot.rows, _subtract(slot.full, keys), []) for slot in slots]
     if len(slots) > 1:
         half = len(slots) // 2
         _stack(slots[:half], batch, tiles)
@@ -246,10 +246,10 @@ def _merge(ranges: Sequence[Range]) -> list[Range]:
     return merged
 
 
-def _without(ranges: Sequence[Range], hole: Range) -> list[Range]:
+def _subtract(ranges: Sequence[Range], hole: Range) -> list[Range]:
     """Remove a range from sorted ranges.
 
-    >>> _without([(0, 4), (6, 9)], (2, 7))
+    >>> _subtract([(0, 4), (6, 9)], (2, 7))
     [(0, 2), (7, 9)]
     """
     pieces = [piece for a, b in ranges for piece in ((a, min(b, hole[0])), (max(a, hole[1]), b))]

@@ -45,7 +45,7 @@ class Clocks:
         self.floor = np.full(ctas, AGENTS, np.int32)  # as a tag
         self.version = 0
 
-    def own_tags(self, cta: Array, warp: Array) -> Array:
+    def current_tags(self, cta: Array, warp: Array) -> Array:
         return (self.last[cta, warp] << SHIFT) | warp.astype(np.int32)
 
     def lower_floor(self, ctas: Any = slice(None)) -> None:

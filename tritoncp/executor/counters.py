@@ -108,7 +108,7 @@ class LaunchCounts:
             requests=requests, lanes=lanes, nbytes=nbytes, units=units, least=least
         )
 
-    def by_warp(self, access: Access, address: Array) -> Array:
+    def warp_addresses(self, access: Access, address: Array) -> Array:
         """Return addresses [warps, 32] of the participating warps, -1 for lanes that do not participate."""
         threads = access.threads
         a: Array = np.full(threads.count, -1, np.int64)
@@ -123,7 +123,7 @@ class LaunchCounts:
         return a[(a >= 0).any(1)]
 
     def global_access(self, access: Access, address: Array, nbytes: int, way: str) -> None:
-        a = self.by_warp(access, address)
+        a = self.warp_addresses(access, address)
         if not len(a):
             return
         sectors = np.sort(np.where(a < 0, -1, a // SECTOR), 1)
@@ -136,7 +136,7 @@ class LaunchCounts:
 
     def shared_access(self, access: Access, address: Array, nbytes: int) -> None:
         """Count wavefronts: for each 128 bytes of lanes, the max number of different words in one bank."""
-        a = self.by_warp(access, address)
+        a = self.warp_addresses(access, address)
         if not len(a):
             return
         unit = max(4, nbytes)

@@ -76,9 +76,9 @@ class Scheduler:
             lines.append(f"{count} threads at barrier {number}, {end.source} (PTX line {end.line})")
         return "; ".join(lines)
 
-    def looks(self) -> str:
+    def format_polling(self) -> str:
         """Format the polling instructions in the blocks at which threads are stuck."""
-        looks = [i for b in self.groups for i in self.blocks[b].instructions if is_look(i)]
+        looks = [i for b in self.groups for i in self.blocks[b].instructions if may_poll(i)]
         return "; ".join(f"{i}, {i.source} (PTX line {i.line})" for i in looks)
 
     # groups
@@ -86,7 +86,7 @@ class Scheduler:
     def next_group(self) -> tuple[int, Array]:
         ready = [b for b in self.groups if b not in self.stuck]
         if not ready:
-            raise CannotContinue("deadlock: every thread waits", None, self.looks())
+            raise CannotContinue("deadlock: every thread waits", None, self.format_polling())
         ready.sort(key=self.rank.__getitem__)
         if self.launch.random is not None:
             # random warps, and the one of their groups that reconverges first
@@ -259,7 +259,7 @@ def joined(parts: list[Array]) -> Array:
     return np.sort(np.concatenate(parts)) if len(parts) > 1 else parts[0]
 
 
-def is_look(i: Instruction) -> bool:
+def may_poll(i: Instruction) -> bool:
     """Return whether an instruction may poll for an event: a load, an atomic, or a test of an mbarrier."""
     looks = i.parts[0] in ("ld", "atom") and bool(
         {"volatile", "relaxed", "acquire", "acq_rel"} & set(i.parts)

@@ -70,7 +70,7 @@ class Threads:
         """Return the tag of each thread's current accesses, see `Clocks`."""
         clocks = self.ctas.clocks
         if self._tags[0] != clocks.version:
-            self._tags = clocks.version, clocks.own_tags(self.cta, self.warp)
+            self._tags = clocks.version, clocks.current_tags(self.cta, self.warp)
         tags = self._tags[1]
         assert tags is not None
         return tags

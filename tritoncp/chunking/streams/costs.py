@@ -97,11 +97,11 @@ def _product_flops(node: Node) -> int:
     formula = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
     if formula is None:
         return 0
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: _on_meta(x.meta.get("val")))
-    return int(formula(*args, **kwargs, out_val=_on_meta(node.meta.get("val"))))
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: _to_meta(x.meta.get("val")))
+    return int(formula(*args, **kwargs, out_val=_to_meta(node.meta.get("val"))))
 
 
-def _on_meta(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     """Replace tensors by meta tensors of hinted sizes, and symbols by numbers: FLOP formulas compare sizes,
     which raises for unbacked symbols."""
 

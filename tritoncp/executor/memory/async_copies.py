@@ -75,5 +75,5 @@ class AsyncCopies:
             self.ctas.progress += 1
             shared.mark(idx[fenced], nbytes, WRITTEN)
             shared.mark(idx[~fenced], nbytes, shared.by_threads)
-            tags = clocks.own_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
+            tags = clocks.current_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
             shared.note_writer(idx, nbytes, tags[:, None])

@@ -131,7 +131,7 @@ class Mbarriers:
         for key, part in self.keys(access, address):
             b = self.find(part, key)
             if self.ctas.launch.check:
-                part = self.second_looks(b, part)
+                part = self.retesting_threads(b, part)
             if not len(part):
                 continue
             self.ctas.tma.finish_loads(key, b)
@@ -141,7 +141,7 @@ class Mbarriers:
             self.learn(key, b, np.unique(part.warp[passed]), np.unique(part.warp))
         return out
 
-    def second_looks(self, b: Mbarrier, access: Access) -> Access:
+    def retesting_threads(self, b: Mbarrier, access: Access) -> Access:
         """Return the threads whose warps have tested before."""
         first = [w for w in np.unique(access.warp).tolist() if w not in b.looked]
         self.ctas.progress += len(first)

@@ -197,7 +197,7 @@ class TensorMemory:
         """`tcgen05.wait::ld` or `::st`: complete the accesses of these threads."""
         self.prepare()
         for lanes, done in self.accesses[what].wait(threads.lanes, left=-1):
-            tags = self.ctas.clocks.own_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
+            tags = self.ctas.clocks.current_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
             if what == "st":
                 self.state[done] &= ~STORING
                 self.shadow.writer[done] = tags[:, None]

@@ -16,7 +16,7 @@ from tritoncp.integrations.transformers.model_classes import (
     adds_features_to_layers,
     computes_attention_itself,
     counts_positions_of_images,
-    has_loss_of_its_own,
+    has_custom_loss,
     has_sparse_layers,
     is_recurrent,
     may_be_recurrent,
@@ -141,7 +141,7 @@ def check_shardable(batch: Mapping[str, Any], config: PreTrainedConfig, model: n
             f"from inputs_embeds: pass position_ids [{axes}, B, S], model.get_rope_index(...)[0]; or [B, S] "
             "for texts"
         )
-    if batch.get("labels") is not None and has_loss_of_its_own(config, model):
+    if batch.get("labels") is not None and has_custom_loss(config, model):
         raise ValueError(
             f"labels: the model of {type(config).__name__} computes its own loss, which on a rank would be "
             f"that of its shard alone: {OWN_LOSS}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from tritoncp.integrations.transformers.model_classes import argument_names, has_loss_of_its_own
+from tritoncp.integrations.transformers.model_classes import argument_names, has_custom_loss
 from tritoncp.integrations.transformers.plans import OWN_LOSS, ContextParallelPlan
 from tritoncp.integrations.transformers.positions import NO_PLAN
 
@@ -99,7 +99,7 @@ def _check_arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
             )
         if call.get("labels") is None:
             return
-        if call.get("shift_labels") is None or has_loss_of_its_own(model.config, model):
+        if call.get("shift_labels") is None or has_custom_loss(model.config, model):
             raise ValueError(
                 f"labels are passed beside the plan of a shard, within which {type(model).__name__} would "
                 "shift and average them: put labels [B, S] into the batch before shard_batch, which shifts "

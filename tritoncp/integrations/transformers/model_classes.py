@@ -28,7 +28,7 @@ STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _once_a_class(function: F) -> F:
+def _cached_by_class(function: F) -> F:
     """Cache a function of a class with functools.cache. (mypy does not know that classes are hashable.)"""
     return cast(F, cache(function))
 
@@ -84,7 +84,7 @@ def takes_positions(config: PreTrainedConfig, model: nn.Module | None) -> bool:
     )
 
 
-def has_loss_of_its_own(config: PreTrainedConfig, model: nn.Module | None) -> bool:
+def has_custom_loss(config: PreTrainedConfig, model: nn.Module | None) -> bool:
     """Return whether a model (if None, the language model of the config) computes its loss from ``labels`` by
     other code than transformers' loss function, which reads ``shift_labels``."""
     if model is not None:
@@ -112,12 +112,12 @@ def _forwards_of(cls: Any) -> Iterator[Any]:
                 return
 
 
-@_once_a_class
+@_cached_by_class
 def _takes_labels(cls: Any) -> bool:
     return any("labels" in inspect.signature(one).parameters for one in _forwards_of(cls))
 
 
-@_once_a_class
+@_cached_by_class
 def _calls_loss_function(cls: Any) -> bool:
     for forward in _forwards_of(cls):
         names = _names_in(forward.__code__)
@@ -222,7 +222,7 @@ def attention_without_arguments(model: nn.Module) -> list[nn.Module]:
     )
 
 
-@_once_a_class
+@_cached_by_class
 def _passes_on(cls: Any) -> bool:
     """Return whether the forward method of a class passes on keyword arguments by ``**``."""
     codes = (inspect.unwrap(one).__code__ for one in _forwards_of(cls))
@@ -248,7 +248,7 @@ def has_cache(module: nn.Module) -> bool:
     return not _parameters(type(module)).isdisjoint(CACHES)
 
 
-@_once_a_class
+@_cached_by_class
 def argument_names(cls: Any) -> tuple[str, ...]:
     """Return the names of the arguments of a class's forward method, in their order."""
     return tuple(inspect.signature(cls.forward).parameters)[1:]
@@ -265,7 +265,7 @@ def _computes_attention(cls: Any) -> bool:
     return INTERFACE in names or any("softmax" in name for name in names)
 
 
-@_once_a_class
+@_cached_by_class
 def _names_of_methods(cls: Any) -> set[str]:
     """Return the names of globals and attributes in the methods of a class, and of its bases below
     nn.Module."""
