@@ -22,9 +22,11 @@ aten = torch.ops.aten
 class AddedNodes:
     """Adds nodes to the end of a graph.
 
-    source: node of the size that is cut. order: nodes of the rewritten graph so far. added: the new ones
-    among them. cache: nodes that several steps share, by key. dense: nodes whose memory has no gaps, in
-    contrast to the value that they replace.
+    source: node of the size that is cut
+    order:  nodes of the rewritten graph so far
+    added:  the new nodes among them
+    cache:  nodes that several steps share, by key
+    dense:  nodes whose memory has no gaps, in contrast to the value that they replace
     """
 
     source: Node

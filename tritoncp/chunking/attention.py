@@ -127,7 +127,7 @@ class Keys:
     """How many chunks of keys each chunk of queries reads: all chunks up to the last one that it sees.
 
     needs: bool [chunks, chunks], an argument of the caller; None: from the plans that are constants of the
-    graph, and all keys where the plan is unknown
+        graph, and all keys where the plan is unknown
     """
 
     def __init__(self, cut: Any, needs: Tensor | None) -> None:

@@ -164,8 +164,11 @@ class UncutMemory(TorchFunctionMode):
 class Calls:
     """Attention calls of the module in :class:`Eager`: collects keys and values of previous chunks.
 
-    rows: number of rows of each chunk. is_recorded: whether a backward pass may follow. index: index of the
-    running chunk. memory: tensors without rows of the chunk. numbers: counts the calls whose keys are cut
+    rows:        number of rows of each chunk
+    is_recorded: whether a backward pass may follow
+    index:       index of the running chunk
+    memory:      tensors without rows of the chunk
+    numbers:     counts the calls whose keys are cut
     """
 
     index: int

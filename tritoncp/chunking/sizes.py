@@ -129,7 +129,7 @@ class CutSymbol:
     """The symbol of a graph that chunks cut.
 
     symbol: symbol of the size; whole: the size, which is the symbol times ``unit``; part: the symbol's value
-    in all chunks but the last, which has the rest; chunks: number of chunks
+        in all chunks but the last, which has the rest; chunks: number of chunks
     """
 
     def __init__(self, chunks: int, size: Any, fake_mode: Any) -> None:

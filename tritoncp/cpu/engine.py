@@ -35,11 +35,13 @@ GATHERED = 1 << 24  # max elements that a batch of tiles gathers
 class CpuEngine:
     """The CPU engine of one attention call.
 
-    mask:     the mask_mod (b, h, q_idx, kv_idx) -> bool score:    (captures that require grad) -> the
-    score_mod (score, b, h, q_idx, kv_idx) -> score captures: these captures, in the dtype in which gradients
-    are accumulated; grads: buffers for their gradients first_row: index in the whole batch of the tensors'
-    batch row 0, for masks and mods first_head: index in the layer of the tensors' first query head, for the
-    same use steps:    cache of steps, see :meth:`Step.of`
+    mask:     the mask_mod (b, h, q_idx, kv_idx) -> bool
+    score:    (captures that require grad) -> the score_mod (score, b, h, q_idx, kv_idx) -> score
+    captures: these captures, in the dtype in which gradients are accumulated
+    grads:    buffers for their gradients
+    first_row:  index in the whole batch of the tensors' batch row 0, for masks and mods
+    first_head: index in the layer of the tensors' first query head, for the same use
+    steps:    cache of steps, see :meth:`Step.of`
     """
 
     scale: float

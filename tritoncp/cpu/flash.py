@@ -59,9 +59,9 @@ def can_compute(q: Tensor, k: Tensor, v: Tensor | None, scale: float, backward: 
     """Return whether torch's kernel computes these tiles correctly. It scales after the product of q and k,
     and returns lse 0 for rows whose scores are all -inf, so products have to be finite.
 
-    v:        values, which have to be finite too if tiles hide pairs; else None backward: whether scores also
-    have to be small: the backward pass rounds them differently, which must not change probabilities by more
-    than about a thousandth
+    v:        values, which have to be finite too if tiles hide pairs; else None
+    backward: whether scores also have to be small: the backward pass rounds them differently, which must not
+              change probabilities by more than about a thousandth
     """
     if not q.numel() or not k.numel():
         return True

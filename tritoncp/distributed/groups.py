@@ -76,7 +76,7 @@ def connect_data(group: dist.ProcessGroup, device: torch.device | None = None) -
     at the first message and waits for all ranks, but a schedule's first message may involve only some.
 
     device: device of the call's tensors; None while a plan is made. A group that also serves CPU tensors is
-    connected only by a call with GPU tensors, since NCCL refuses ranks that share a GPU.
+        connected only by a call with GPU tensors, since NCCL refuses ranks that share a GPU.
     """
     if group.size() == 1 or group in _CONNECTED or _nccl_of(group) is None:
         return

@@ -43,9 +43,10 @@ class Settings:
 class GridExecution:
     """Execution of a compiled kernel on a grid.
 
-    elected_lane: lane that `elect.sync` returns random:       generator for the order of CTAs, warps and
-    atomics, if there is a seed step:         number of threads that stay together under a seed: a warp, or a
-    warpgroup if the code needs it
+    elected_lane: lane that `elect.sync` returns
+    random:       generator for the order of CTAs, warps and atomics, if there is a seed
+    step:         number of threads that stay together under a seed: a warp, or a warpgroup if the code needs
+                  it
     """
 
     def __init__(

@@ -98,8 +98,8 @@ def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int
     """Return the batch rows, heads and rows of blocks that an index selects, None where it selects all.
 
     index: an int, slice, integer or bool tensor or list [n], or a tuple of up to three of them; a fourth, for
-    keys, must be a full slice. An int keeps its dimension, with size 1, as in torch's BlockMask. sizes: the
-    sizes of the three dimensions. Raises IndexError for a number out of range or an invalid index.
+        keys, must be a full slice. An int keeps its dimension, with size 1, as in torch's BlockMask. sizes:
+        the sizes of the three dimensions. Raises IndexError for a number out of range or an invalid index.
 
     >>> selected_numbers((-1, slice(None), slice(2, 4)), (3, 2, 8))
     ((2,), None, (2, 3))

@@ -29,9 +29,10 @@ NO_ROW = 1 << 40  # a row past the end of every buffer
 class OrderedStep:
     """A step of a rank over rows in global order.
 
-    plan:         the step as a plan of one rank, which has exactly these rows q_rows:       for each query of
-    the step, its row among the rank's queries: int64 [Bp, n]; NO_ROW if a batch row has fewer kv_rows:
-    the same for keys, in the buffer of all keys that the rank reads
+    plan:         the step as a plan of one rank, which has exactly these rows
+    q_rows:       for each query of the step, its row among the rank's queries: int64 [Bp, n]; NO_ROW if a
+                  batch row has fewer
+    kv_rows:      the same for keys, in the buffer of all keys that the rank reads
     """
 
     plan: Plan

@@ -27,9 +27,9 @@ class Placement:
     """Placement of the tokens of a sequence on ranks.
 
     slots:   one int32 [Bp, n, 3] tensor per rank; Bp is 1, or B if batch rows are placed differently. A slot
-    lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot. lengths: rows of each rank's
-    buffer. Tokens come first, padding last. order_is_read: whether a tensor was sharded in this order, or its
-    positions were read
+             lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot.
+    lengths: rows of each rank's buffer. Tokens come first, padding last.
+    order_is_read: whether a tensor was sharded in this order, or its positions were read
 
     >>> p = by_blocks(10, 4, [[[0, 2], [1]]])
     >>> p.slots[0].tolist(), p.lengths

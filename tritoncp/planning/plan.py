@@ -405,7 +405,7 @@ class Plan(BlockMaskInterface):
         and schedule.
 
         shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer. Defaults are in
-        :class:`tritoncp.planning.memory.Shape`; batch is the plan's by default.
+            :class:`tritoncp.planning.memory.Shape`; batch is the plan's by default.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
@@ -442,7 +442,7 @@ class Plan(BlockMaskInterface):
         matplotlib.
 
         path: a file to save the picture to, in a format of Matplotlib (.png, .svg, .pdf). shape: as for
-        :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
+            :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
         """
         return draw_figure(PlanFacts.of(self, hardware, **shape), path)
 

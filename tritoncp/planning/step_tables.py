@@ -21,7 +21,8 @@ class ForwardStep(NamedTuple):
     values [B, Hkv, rows, E] of a buffer, into out [B, Hq, S, E], lse and max_scores [B, Hq, S].
 
     state: (acc [B, Hq, S, E], m, l [B, Hq, S]) between the steps of a row, m in log2 units. With
-    ``load_state`` the step continues from it; with ``store_state`` the step writes it instead of results
+           ``load_state`` the step continues from it; with ``store_state`` the step writes it instead of
+           results
     """
 
     q: Tensor
@@ -108,16 +109,18 @@ class Engine(StepEngine, Protocol):
 class Tables:
     """The tables of one step: local Q slots x the slots of one KV buffer.
 
-    q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens) row_ptr, row_runs: runs of
-    KV slots for each Q slot (forward, dQ) col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
+    q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens)
+    row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ)
+    col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
     row_order, col_order: int32 [Bm, slots], Q slots and KV slots by descending work, the order in which CTAs
-    start; None with a window lo, hi:            int32 [Bm, Hm, S_local], the interval of keys of a row inside
-    masked blocks, or None mask:              "none" | "interval" | "mod": how masked blocks are decided
-    window:            (left, right) if positions alone determine runs and intervals: kernels read no table;
-                       a side without a limit is None
+                       start; None with a window
+    lo, hi:            int32 [Bm, Hm, S_local], the interval of keys of a row inside masked blocks, or None
+    mask:              "none" | "interval" | "mod": how masked blocks are decided
+    window:            (left, right) if positions alone determine runs and intervals: kernels read no table; a
+                       side without a limit is None
     dense_q, dense_kv: row r of the buffer is position first + r, and slots but the last are whole blocks
-    q_ends, kv_ends:   ends of slots: "block" (all hold whole blocks), else "buffer" (or end with the
-                       buffer's tokens), else "anywhere"
+    q_ends, kv_ends:   ends of slots: "block" (all hold whole blocks), else "buffer" (or end with the buffer's
+                       tokens), else "anywhere"
     """
 
     q_slots: Tensor
@@ -164,7 +167,7 @@ def tables_of(
     """Make the tables of a step between Q slots, whose rows have ``positions``, and the slots of a KV buffer.
 
     runs: result of :func:`slot_runs`; interval: row intervals of the whole mask, None if they are not valid
-    for the call.
+        for the call.
     """
     lo, hi = _local_intervals(interval, positions)
     decided = "none" if not runs.has_kind(Kind.MASKED) else "interval" if lo is not None else "mod"

@@ -53,13 +53,16 @@ def _requested_slots(visible: Tensor, slots: Tensor, block: int) -> Tensor:
 class Hop:
     """Messages of one rank in one step of the ring; peers are ranks, None = no message.
 
-    owner:     rank whose K and V this step is about holds:     whether they reach this rank: K and V are sent
-    only as far as the last rank that reads them reads:     whether this rank's queries see any of these keys
-    more:      whether this rank's queries see K and V of a later step next:      rank to which K and V are
-    sent, for the next step previous:  rank that sends the K and V of the next step dkv_to:    rank to which
-    the gradient of this step's K and V is sent: the next reader, or in the end the owner dkv_next:  rank that
-    sends the gradient of the next step's K and V dkv_home:  rank that sends the gradient of this rank's shard
-    of K and V in this step
+    owner:     rank whose K and V this step is about
+    holds:     whether they reach this rank: K and V are sent only as far as the last rank that reads them
+    reads:     whether this rank's queries see any of these keys
+    more:      whether this rank's queries see K and V of a later step
+    next:      rank to which K and V are sent, for the next step
+    previous:  rank that sends the K and V of the next step
+    dkv_to:    rank to which the gradient of this step's K and V is sent: the next reader, or in the end the
+               owner
+    dkv_next:  rank that sends the gradient of the next step's K and V
+    dkv_home:  rank that sends the gradient of this rank's shard of K and V in this step
     """
 
     owner: int
@@ -166,9 +169,11 @@ class Fetch:
     """Rows of keys that one rank sends and receives in one all-to-all.
 
     batched: whether batch rows fetch different rows. If so, rows are numbered over [B, S_local]; else over
-    [S_local], each for all batch rows rows:    local rows to send, receiver after receiver: int64
-    [sum(sends)] sends:   number of rows to each rank takes:   number of rows received from each rank, in rank
-    order slots:   the slots of the received buffer: int32 [Bn, n, 3], sorted by global position
+             [S_local], each for all batch rows
+    rows:    local rows to send, receiver after receiver: int64 [sum(sends)]
+    sends:   number of rows to each rank
+    takes:   number of rows received from each rank, in rank order
+    slots:   the slots of the received buffer: int32 [Bn, n, 3], sorted by global position
     """
 
     batched: bool

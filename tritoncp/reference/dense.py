@@ -47,11 +47,14 @@ def dense_attention(
 ) -> Dense:
     """Compute attention in plain differentiable torch, in the inputs' dtype. O(Q * KV) memory.
 
-    q: [B, Hq, Q, D]; k: [B or 1, Hkv, KV, D]; v: [B or 1, Hkv, KV, Dv]; Hq a multiple of Hkv. mask: a Mask
-    (its block lists win over the mask_mod), or bool, broadcast to [B, Hq, Q, KV]; None = all queries see all
-    keys. score_mod: (score, b, h, q_idx, kv_idx) -> score, called on visible pairs only; captured tensors get
-    gradients. sinks: [Hq], logits of one more key for each head, whose value is zero. A row that sees
-    nothing: out 0, lse -inf (the sink), gradients 0. max_scores has no gradient.
+    q: [B, Hq, Q, D]; k: [B or 1, Hkv, KV, D]; v: [B or 1, Hkv, KV, Dv]; Hq a multiple of Hkv.
+    mask: a Mask (its block lists win over the mask_mod), or bool, broadcast to [B, Hq, Q, KV]; None = all
+        queries see all keys.
+    score_mod: (score, b, h, q_idx, kv_idx) -> score, called on visible pairs only; captured tensors get
+        gradients.
+    sinks: [Hq], logits of one more key for each head, whose value is zero.
+
+    A row that sees nothing has out 0, lse -inf (or the sink) and gradients 0. max_scores has no gradient.
 
     >>> x = torch.ones(1, 1, 2, 4, dtype=torch.float64)
     >>> out, lse, _ = dense_attention(x, x, x, torch.tensor([[True, False], [False, False]]))

@@ -133,7 +133,7 @@ class ListSchedule:
     nodes before one exchange tie, and the chunks run one after another.
 
     memory: limit of live bytes; nodes that exceed it are issued only if all ready nodes do. 0: minimise live
-    bytes
+        bytes
     """
 
     def __init__(self, graph: CostedGraph, memory: int | None, boxed: bool) -> None:

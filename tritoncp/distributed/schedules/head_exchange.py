@@ -59,8 +59,11 @@ class HeadExchange:
     a row as one tensor, and their output is the next message.
 
     plan:     the plan between rows: each row counts as a rank, with the tokens of its ranks one after the
-    other rank, degree: this rank's place in its row, and the row's length world:    number of all ranks q,
-    kv:    query heads of each rank of a row, and the KV heads that they read group:    Hq // Hkv
+              other
+    rank, degree: this rank's place in its row, and the row's length
+    world:    number of all ranks
+    q, kv:    query heads of each rank of a row, and the KV heads that they read
+    group:    Hq // Hkv
     """
 
     plan: Plan

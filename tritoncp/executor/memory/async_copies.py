@@ -20,7 +20,7 @@ class AsyncCopies:
     """The cp.async unit: data are read when a copy is issued, and written when its thread has waited.
 
     copies: commit groups, with notes for each thread: its index in shared memory, the data, and whether a
-    fence.proxy.async of the thread followed
+            fence.proxy.async of the thread followed
     """
 
     def __init__(self, ctas: Ctas) -> None:

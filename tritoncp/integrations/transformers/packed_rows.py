@@ -19,9 +19,9 @@ from tritoncp.core.host_copy import to_host
 class PackedRows:
     """Rows [B, S] of packed documents, as a few batches of documents of one length.
 
-    documents:     index of the document of each token, [B, S] is_causal:     whether a document's results do
-    not depend on what follows it. Then documents of up to twice the length share a batch, and there are up to
-    log2(S) batches
+    documents:     index of the document of each token, [B, S]
+    is_causal:     whether a document's results do not depend on what follows it. Then documents of up to
+                   twice the length share a batch, and there are up to log2(S) batches
 
     >>> rows = PackedRows(torch.tensor([[0, 0, 0, 1, 1, 2, 2]]), is_causal=False)
     >>> rows.run(lambda x: x.cumsum(1), torch.ones(1, 7, dtype=torch.int64))

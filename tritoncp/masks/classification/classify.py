@@ -103,9 +103,10 @@ class Classification(NamedTuple):
     """The classified blocks of a mask, and the row intervals if it has them.
 
     runs:     blocks as torch classifies them: FULL if every pair of a whole block is visible, MASKED if some
-    are reads:    whether it may depend on b, and on h solved:   whether ``interval`` is final; if not, pairs
-    have to be evaluated to find it interval: (lo, hi), int32 [B, H, q_len] each, if in MASKED blocks a row
-    sees exactly lo <= kv < hi
+              are
+    reads:    whether it may depend on b, and on h
+    solved:   whether ``interval`` is final; if not, pairs have to be evaluated to find it
+    interval: (lo, hi), int32 [B, H, q_len] each, if in MASKED blocks a row sees exactly lo <= kv < hi
     """
 
     runs: Runs
