@@ -52,7 +52,7 @@ def check(budget: float | None, strict: bool, as_json: bool, **options: Any) -> 
     with --strict or --budget, if any case did not. Without a GPU the kernels run interpreted, on small
     shapes.
     """
-    from tritoncp.core.process_environment import interpret_without_gpu
+    from tritoncp.core.processes import interpret_without_gpu
 
     interpret_without_gpu()  # before Triton is imported
     require_engine()
