@@ -110,17 +110,46 @@ class Tables:
     """The tables of one step: local Q slots x the slots of one KV buffer.
 
     q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens)
-    row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ)
+    row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ), as ptr and runs of :class:`Runs`
     col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
     row_order, col_order: int32 [Bm, slots], Q slots and KV slots by descending work, the order in which CTAs
                        start; None with a window
     lo, hi:            int32 [Bm, Hm, S_local], the interval of keys of a row inside masked blocks, or None
-    mask:              "none" | "interval" | "mod": how masked blocks are decided
-    window:            (left, right) if positions alone determine runs and intervals: kernels read no table; a
-                       side without a limit is None
+    q_block, kv_block: max tokens of a slot
+    q_rows, kv_rows:   rows of the buffer of queries, and of the KV buffer
+    q_first, kv_first: global position of row 0
     dense_q, dense_kv: row r of the buffer is position first + r, and slots but the last are whole blocks
     q_ends, kv_ends:   ends of slots: "block" (all hold whole blocks), else "buffer" (or end with the buffer's
                        tokens), else "anywhere"
+    mask:              "none" | "interval" | "mod": how masked blocks are decided
+    window:            (left, right) if positions alone determine runs and intervals: kernels read no table; a
+                       side without a limit is None
+    has_masked:        whether there are masked blocks
+    bounded:           whether there are blocks of Kind.BOUNDED
+
+    Documents of 5 and 7 tokens in three blocks of 4: rank 1 has the queries of blocks 1 and 2, and its step
+    reads the gathered buffer, where rank 0's shard (block 0 and padding) comes first.
+
+    >>> from tritoncp import causal, create_block_mask, document, make_plan
+    >>> mask = create_block_mask(causal() & document(lengths=[5, 7]), 1, 1, 12, 12, BLOCK_SIZE=4)
+    >>> plan = make_plan(mask, world_size=2, rank=1, balancer="head_tail")
+    >>> t = plan.tables("cpu", batch=1, heads=1)
+    >>> t.q_slots.tolist(), t.kv_slots.tolist()
+    ([[[0, 4, 4], [4, 8, 4]]], [[[0, 0, 4], [8, 4, 4], [12, 8, 4]]])
+    >>> t.row_ptr.tolist(), t.row_runs.tolist()     # Q slot 0 sees KV slots 0 and 1, Q slot 1 sees 1 and 2
+    ([[[[0, 1, 1], [1, 2, 2]]]], [[0, 2, 0], [1, 3, 0]])
+    >>> t.col_ptr.tolist(), t.col_runs.tolist()     # KV slot 1 is seen by Q slots 0 and 1
+    ([[[[0, 1, 1], [1, 2, 2], [2, 3, 3]]]], [[0, 1, 0], [0, 2, 0], [1, 2, 0]])
+    >>> t.row_order.tolist(), t.col_order.tolist()
+    ([[0, 1]], [[1, 0, 2]])
+    >>> t.lo.tolist(), t.hi.tolist()                # query 4 is the last of its document and sees keys 0 to 4
+    ([[[0, 5, 5, 5, 5, 5, 5, 5]]], [[[5, 6, 7, 8, 9, 10, 11, 12]]])
+    >>> t.q_block, t.kv_block, t.q_rows, t.kv_rows, t.q_first, t.kv_first
+    (4, 4, 8, 12, 4, 0)
+    >>> t.dense_q, t.dense_kv, t.q_ends, t.kv_ends  # padding lies between the KV slots
+    (True, False, 'block', 'block')
+    >>> t.mask, t.window, t.has_masked, t.bounded
+    ('interval', None, True, False)
     """
 
     q_slots: Tensor
