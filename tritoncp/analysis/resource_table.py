@@ -29,7 +29,7 @@ KIB = 1 << 10
 SHARED_BYTES = {
     **{"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB},
     "gfx942": 64 * KIB,
-}  # most shared memory of a CTA, by family
+}  # max bytes of shared memory of a CTA, by family
 TENSOR_COLUMNS = 512  # columns of sm_100's tensor memory
 SHOWN = ("kernel", "D", "dtype", "mask", "tiles", "regs", "spill", "shared", "matrix", "TMA")  # headings
 
@@ -134,8 +134,8 @@ def _is_kernel(function: ast.FunctionDef) -> bool:
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
-    """Write rows into the table, one per line, replacing those of the same jobs; rows of kernels that are no
-    longer shipped are dropped. The origin is written with a whole table."""
+    """Write rows into the table, one per line. They replace rows of the same jobs, and rows of kernels that
+    are not shipped any more are dropped. The origin is written with a whole table."""
     old = read_table(path) if path.exists() else {}
     new = {row["name"]: row for row in rows}
     names = [job.name for job in [*shipped(), *measured()]]
