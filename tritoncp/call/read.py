@@ -133,7 +133,22 @@ class Call(NamedTuple):
     options: kernel options, sorted by name
     returns: the results besides out: "lse", "max_scores"; "sinks" if the call has some
     score_tensors: the tensors that the score_mod captures
-    facts:   of the call with its tensors, if kept (:func:`tritoncp.call.facts.with_facts`), else None
+    facts:   facts of the call and its tensors, if kept (:func:`tritoncp.call.facts.with_facts`), else None
+
+    >>> from tritoncp import alibi, causal, create_block_mask, make_plan
+    >>> from tritoncp.mods import score_mod
+    >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    >>> score = score_mod(alibi(slopes))
+    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 256, 256))
+    >>> without = score.with_captures((), score.numbers)
+    >>> options = (("BLOCK_N", 64),)
+    >>> call = Call(plan, without, 0.125, options=options, returns=("lse",), score_tensors=(slopes,))
+    >>> call.plan.s_local, call.score.wants, call.scale, call.options, call.returns
+    (256, (0,), 0.125, (('BLOCK_N', 64),), ('lse',))
+    >>> call.score_tensors, call.wants, call.want_max
+    ((tensor([0.5000, 0.2500], requires_grad=True),), (0,), False)
+    >>> call.group, call.expand, call.facts         # one process, keys and values, a call outside of a graph
+    (None, None, None)
     """
 
     plan: Plan
