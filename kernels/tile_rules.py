@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tritoncp.core.cpu_target import cpu_target
+from tritoncp.core.environment import cpu_target
 from tritoncp.kernels.toolchain import multiplies_transposed
 
 PASSES = ("forward", "dq", "dkdv")

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tritoncp.command_base import Seconds, make_console
-from tritoncp.core.checked_json import parse_json
-from tritoncp.core.paths import slug
+from tritoncp.core.files import parse_json, slug
 from tritoncp.perf.exit_codes import (
     FINE,
     INTERRUPTED,
@@ -128,7 +127,7 @@ def main(
     deadline = time.monotonic() + (BUDGET[tier] if budget is None else budget)
     options_list = [_parse_options(text) for text in options]
     device = _choose_device(device)
-    from tritoncp.ops.engine_factory import name_functions
+    from tritoncp.call.engine_factory import name_functions
     from tritoncp.perf.suite import host_cases, machine
     from tritoncp.perf.suite.measure import Bench
 

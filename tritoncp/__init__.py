@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from tritoncp.api.parallel import SAVE_OPS as SAVE_OPS
     from tritoncp.api.parallel import ContextParallel as ContextParallel
     from tritoncp.api.parallel import checkpoint_policy as checkpoint_policy
-    from tritoncp.api.plan_cache import plan_cache_clear as plan_cache_clear
-    from tritoncp.api.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.api.plans import make_plan as make_plan
     from tritoncp.api.reshard import reshard as reshard
     from tritoncp.api.reshard import unshard as unshard
@@ -44,6 +42,8 @@ if TYPE_CHECKING:
     from tritoncp.api.varlen import contiguous_to_dual_chunk as contiguous_to_dual_chunk
     from tritoncp.api.varlen import dual_chunk_to_contiguous as dual_chunk_to_contiguous
     from tritoncp.api.varlen import varlen_attention as varlen_attention
+    from tritoncp.call.plan_cache import plan_cache_clear as plan_cache_clear
+    from tritoncp.call.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.masks.closed_forms import causal as causal
     from tritoncp.masks.closed_forms import document as document
     from tritoncp.masks.closed_forms import prefix_lm as prefix_lm
@@ -106,7 +106,7 @@ _WHERE = {
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "planning.packer": ("pack_batches", "pack_stream"),
     "planning.plan": ("Plan",),
-    "api.plan_cache": ("plan_cache_clear", "plan_cache_info"),
+    "call.plan_cache": ("plan_cache_clear", "plan_cache_info"),
     "masks.prefix_tree": ("tree",),
     "masks.varlen": ("varlen_mask",),
     "api.simulate": ("simulate",),
@@ -140,7 +140,7 @@ def _offer_operators(torch: Any) -> None:
         __module__ = "torch._ops"  # from which the names of operators follow
 
         def __getattr__(self, name: str) -> Any:
-            if "tritoncp.ops.dispatch" not in sys.modules:  # by which they are registered
+            if "tritoncp.graph.dispatch" not in sys.modules:  # by which they are registered
                 importlib.import_module("tritoncp.api.parallel")
             return super().__getattr__(name)
 

@@ -15,7 +15,7 @@ import click
 from tritoncp._version import __version__
 from tritoncp.command_base import make_console
 from tritoncp.core import environment
-from tritoncp.core.cpu_target import cpu_target
+from tritoncp.core.environment import cpu_target
 from tritoncp.core.versions import NEWEST_TESTED, OLDEST, installed_version, list_untested, minor_of
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas

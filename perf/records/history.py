@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from tritoncp.core.checked_json import parse_json
+from tritoncp.core.files import parse_json
 from tritoncp.perf.exit_codes import InputError
 from tritoncp.perf.progress import Progress
 

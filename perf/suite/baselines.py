@@ -22,7 +22,7 @@ from tritoncp.api.plans import make_plan
 from tritoncp.api.reshard import unshard
 from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
-from tritoncp.ops.sinks import with_sinks
+from tritoncp.call.sinks import with_sinks
 from tritoncp.perf.records.history import variant
 from tritoncp.planning.problem import Problem, document_lengths, window_of
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import Mod, vmapped
+from tritoncp.mods.tracing import Mod, vmapped
 from tritoncp.perf.suite.baselines import Inputs
 from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention

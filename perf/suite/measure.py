@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import click
 import torch
 
+from tritoncp.graph.flop_formulas import count_flops, count_pairs
 from tritoncp.kernels.engine import RequestedRouteWarning
-from tritoncp.ops.flop_formulas import count_flops, count_pairs
 from tritoncp.perf.records.history import OURS, Journal
 from tritoncp.perf.suite import baselines, check, machine
 from tritoncp.perf.suite.baselines import FLEX, Contender

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from tritoncp.analysis import resource_table
 from tritoncp.cli import main
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.ops import tile_tables
+from tritoncp.measured_tiles import tile_tables
 
 UNITS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
 FIGURES = resource_table.read_table()

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from tests.multiprocess import ranks
-from tritoncp.core.worker_pool import Lost, WorkerPool
+from tritoncp.core.processes import Lost, WorkerPool
 from tritoncp.integrations.transformers import register, shard_batch
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"

@@ -105,7 +105,7 @@ def test_every_table_of_attention_classes_is_extended() -> None:
     folder = Path(transformers.__file__).parent / "models"
     sources = {path: path.read_text() for path in folder.glob("*/modeling_*.py")}
     tables = {f"{p.parent.name}.{p.stem}" for p, text in sources.items() if "_ATTENTION_CLASSES[" in text}
-    assert tables == set(attention.TABLES)
+    assert tables and tables <= set(attention.TABLES)  # which has those of earlier releases, too
 
 
 def test_a_model_with_a_table_of_attention_classes_runs_as_eager() -> None:

@@ -96,7 +96,7 @@ def test_options_of_the_cpu_engine_need_no_triton(monkeypatch):
 
 def test_a_compiled_call_is_refused_in_its_forward_pass(pretend, monkeypatch):
     pretend("sm_90", "3.7.0")
-    monkeypatch.setattr("tritoncp.ops.engine_factory.architecture", lambda device: "sm_90")
+    monkeypatch.setattr("tritoncp.call.engine_factory.architecture", lambda device: "sm_90")
     call = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=True)
     x = torch.randn(1, 1, 16, 16)
     with pytest.raises(ValueError, match="FUSED_BACKWARD=True: Triton"):

@@ -19,7 +19,7 @@ from tritoncp.analysis.launches import CallTensors, launch_of
 from tritoncp.kernels import engine
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.ops import tile_tables
+from tritoncp.measured_tiles import tile_tables
 from tritoncp.perf.suite import check
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning import search, targets

@@ -19,9 +19,9 @@ from typing import Any
 
 from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.launches import launch_of
+from tritoncp.call.engine_factory import name_functions
 from tritoncp.core.environment import OFFLINE_LOG
-from tritoncp.core.worker_pool import Lost, WorkerPool
-from tritoncp.ops.engine_factory import name_functions
+from tritoncp.core.processes import Lost, WorkerPool
 
 MATRIX = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|DMMA|v_mfma)")  # matrix product instructions
 

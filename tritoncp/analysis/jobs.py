@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.expressions import brief
-from tritoncp.ops.tile_tables import kernel_and_tiles
+from tritoncp.measured_tiles.tile_tables import kernel_and_tiles
 from tritoncp.planning.problem import Problem
 
 S, HEADS, KV_HEADS = 1024, 8, 2

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.analysis.jobs import VARIANTS, Job, Variant, kernel_of
+from tritoncp.call import call_mods, engine_factory
 from tritoncp.core.upload import upload
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
@@ -22,7 +23,6 @@ from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.mods import Mod, mask_mod
 from tritoncp.mods.mod import arguments, gradient_arguments
-from tritoncp.ops import call_mods, engine_factory
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import lengthen, take
 from tritoncp.planning.problem import Problem

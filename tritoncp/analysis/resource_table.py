@@ -16,7 +16,7 @@ from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
 from tritoncp.command_base import make_console
 from tritoncp.kernels.tile_rules import Config, copies, family, fuses, widest_route
-from tritoncp.ops import tile_tables
+from tritoncp.measured_tiles import tile_tables
 from tritoncp.perf.progress import Progress
 
 Row = dict[str, Any]

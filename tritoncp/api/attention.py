@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from tritoncp.api import dynamo, plan_cache, validate
-from tritoncp.api.group_call import group_call, place_in_group, stop_traced_call
+from tritoncp.api.group_call import group_call, stop_traced_call
 from tritoncp.api.plans import MaskLike
+from tritoncp.call import autograd, call_mods, plan_cache, traced, validate
+from tritoncp.call.executable import MAX_CHECKED_CALLS
+from tritoncp.call.facts import with_facts
+from tritoncp.call.record import Call
+from tritoncp.call.sinks import with_sinks
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.host_copy import is_dtensor
 from tritoncp.distributed import groups
-from tritoncp.distributed.groups import Mesh
+from tritoncp.distributed.groups import Mesh, place_in_group
+from tritoncp.graph import dispatch
+from tritoncp.graph.layouts import Uncapturable
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask, plain_mask
-from tritoncp.ops import autograd, call_mods, dispatch
-from tritoncp.ops.call import Call
-from tritoncp.ops.executable import MAX_CHECKED_CALLS
-from tritoncp.ops.facts import with_facts
-from tritoncp.ops.graph.layouts import Uncapturable
-from tritoncp.ops.sinks import with_sinks
 from tritoncp.planning.plan import Plan
 
 ScoreMod = Callable[..., Tensor] | MaskLike | None  # a mask may be in its place
@@ -196,7 +196,7 @@ def flex_attention(
         positions: global positions [S_local] or [B, S_local] of the rows, to check that the shards are in the
             plan's order, which no shape shows (the check waits for the device).
         sinks: [Hq], learned logits that take probability and contribute no value
-            (:mod:`tritoncp.ops.sinks`); lse then counts them, max_scores does not.
+            (:mod:`tritoncp.call.sinks`); lse then counts them, max_scores does not.
         batch_offset: index in the whole batch of the tensors' batch row 0, for micro-batches: mods get
             b + batch_offset, and a mask or plan of the whole batch is read from that row on. None: the mask's
             batch size is the query's or 1.
@@ -310,7 +310,7 @@ def run_call(
     validate.check_mesh(mesh, block_mask)
     if torch.compiler.is_dynamo_compiling():
         try:
-            return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
+            return traced.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
         except Uncapturable as error:
             reason = error.args[0]
             stop_traced_call(place_in_group(mesh)[0], "a graph break")
@@ -332,7 +332,7 @@ def _run_on_host(
             return substitute(query, key, value, score_mod, block_mask, mesh, options)
     if dispatch.is_traced(query):
         with dispatch.fake_mode_of(query):
-            return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
+            return traced.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
     group, call_key, kind = groups.group_of(mesh), None, None
     if options.expand is not None:  # its parameters are read at each call
         options, value = options.with_expansion(query, key, value)

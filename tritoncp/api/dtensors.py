@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 
-from tritoncp.api import dynamo
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.host_copy import is_dtensor
 from tritoncp.distributed import groups
+from tritoncp.graph import handle_ops
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
@@ -176,7 +176,7 @@ def mask_of_heads(mask: Any, first: int, count: int) -> Any:
         if not mask.mask.reads[1] and mask.mask.H == 1:
             return mask
         if torch.compiler.is_dynamo_compiling():
-            return TracedMask(dynamo.view_op(mask.handle, first, count, -1))
+            return TracedMask(handle_ops.view_op(mask.handle, first, count, -1))
         return mask.of_heads(first, count)
     by_head = isinstance(mask, BlockMask | Mask) and mask.shape[1] > 1
     if by_head or (isinstance(mask, Mask | MaskMod) and mask.reads[1]):

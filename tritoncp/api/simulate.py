@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from tritoncp.api import plan_cache, plans, shards, trees, validate
+from tritoncp.api import plans, shards, trees
 from tritoncp.api.attention import (
     KeywordOptions,
     Options,
@@ -25,16 +25,17 @@ from tritoncp.api.attention import (
     sort_arguments,
 )
 from tritoncp.api.keywords import unexpected_keyword
-from tritoncp.api.mask_source import Sources
 from tritoncp.api.plans import MaskLike
 from tritoncp.api.trees import TreeEdges
+from tritoncp.call import autograd, plan_cache, validate
+from tritoncp.call.mask_source import Sources
+from tritoncp.call.record import Call
 from tritoncp.core.dynamo_boundary import host_only
+from tritoncp.graph import dispatch
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.ops import autograd, dispatch
-from tritoncp.ops.call import Call
 from tritoncp.planning.placement import as_movable, lengthen, take
 from tritoncp.planning.plan import Plan
 

@@ -12,17 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from tritoncp.api.dynamo import batch_rows_op, block_mask_op, part_op, plan_op, view_op
+from tritoncp.call.autograd import backward_op, forward_op
+from tritoncp.call.traced import plan_op
 from tritoncp.chunking import torch_attention
 from tritoncp.chunking.regions import op_name
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.chunking.sizes import hint_of
 from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.handles import object_of
-from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.distributed.schedules import shared_keys
-from tritoncp.ops.autograd import backward_op, forward_op
-from tritoncp.ops.call import decode_spec
+from tritoncp.graph.handle_ops import batch_rows_op, block_mask_op, part_op, view_op
+from tritoncp.graph.spec import decode_spec
+from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.plan import Plan
 
 # Indices of the arguments of the two ops: query, key, value, captures, numbers, plan.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tritoncp.api import plan_cache
 from tritoncp.api.attention import Options, run_call, substitute_calls
-from tritoncp.api.validate import ShardSizes
+from tritoncp.call import plan_cache
+from tritoncp.call.validate import ShardSizes
 from tritoncp.chunking.attention import prefixes
 from tritoncp.chunking.report import NO_ROWS, ChunkingError
 from tritoncp.distributed import groups

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from tritoncp.api.dynamo import batch_rows_op, part_op
 from tritoncp.chunking import attention, shared_attention, torch_attention
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward, is_recomputed
@@ -21,6 +20,7 @@ from tritoncp.chunking.report import ChunkingError, Report, describe_node, reada
 from tritoncp.chunking.sizes import Symbols, expression
 from tritoncp.chunking.step_graph import JOIN, KEEP, RETURN, SEND, StepGraph
 from tritoncp.core.log_lines import area_logger
+from tritoncp.graph.handle_ops import batch_rows_op, part_op
 
 log = area_logger("chunking")
 aten = torch.ops.aten

@@ -13,17 +13,17 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey
 from torch.fx.node import map_arg
 from torch.utils._pytree import SequenceKey
 
-from tritoncp.chunking import attention
-from tritoncp.chunking.regions import is_recomputed
-from tritoncp.chunking.sizes import expression
-from tritoncp.chunking.step_graph import RETURN, SEND
-from tritoncp.ops.graph.key_exchange import (
+from tritoncp.call.key_exchange import (
     backward_part_op,
     forward_part_op,
     land_gradients_op,
     send_gradients_op,
     send_keys_op,
 )
+from tritoncp.chunking import attention
+from tritoncp.chunking.regions import is_recomputed
+from tritoncp.chunking.sizes import expression
+from tritoncp.chunking.step_graph import RETURN, SEND
 
 wait_op = torch.ops._c10d_functional.wait_tensor.default
 
@@ -91,7 +91,7 @@ def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
 
 
 def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
-    """Return an attention's arguments besides its tensors: :class:`tritoncp.ops.call.OpArguments`."""
+    """Return an attention's arguments besides its tensors: :class:`tritoncp.call.record.OpArguments`."""
     own: Any = node.args
     return map_arg(own[attention.places(node)["captures"] :], rewrite.whole_node)
 

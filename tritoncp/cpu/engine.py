@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache
-from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.cpu import flash
 from tritoncp.cpu.packing import even_step, gather, scatter, scatter_add
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.cpu.step import HeadGroup, Step
 from tritoncp.cpu.tiles import TileBatch
+from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep, Tables
 
 Launch = Callable[[], None]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import vmapped
+from tritoncp.mods.tracing import vmapped
 
 ScoreMod = Callable[..., Tensor]
 # vmap dimensions of (score, b, h, q_idx, kv_idx) from keys to tiles: for indices of rows and keys, and for

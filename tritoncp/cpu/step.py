@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache
-from tritoncp.core.tracing import vmapped
 from tritoncp.cpu.packing import Packing, row_index
 from tritoncp.cpu.tiles import PackedTile, Range, SlotRow, TileBatch, batches_of, slot_rows, tiles_of
+from tritoncp.mods.tracing import vmapped
 from tritoncp.planning.step_tables import Tables
 
 

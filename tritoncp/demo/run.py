@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tritoncp.call.engine_factory import uses_triton
 from tritoncp.command_base import make_output_folder
-from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
+from tritoncp.core.processes import interpret_without_gpu, torchrun_world_size
 from tritoncp.demo import train
 from tritoncp.demo.corpus import windows
 from tritoncp.demo.train import TrainingConfig, plan_documents
-from tritoncp.ops.engine_factory import uses_triton
 from tritoncp.planning.report.drawing import require_matplotlib
 
 # Both runs do the same float32 arithmetic in another order. Losses of 2 to 6 lie on a grid of 2.4e-7 or

@@ -19,7 +19,7 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard
-from tritoncp.core.process_environment import interpret_without_gpu, use_loopback_interface
+from tritoncp.core.processes import interpret_without_gpu, use_loopback_interface
 from tritoncp.demo.corpus import IGNORE, Window, windows
 from tritoncp.demo.model import ModelShape, Transformer
 from tritoncp.masks.closed_forms import causal, document

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncp.core import log_lines
+from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.distributed import failures
 
 
@@ -242,3 +243,10 @@ def degree_of(mesh: Any) -> int:
     """Return the number of ranks that exchange heads: the second dimension of a two-dimensional mesh, 0 for
     any other mesh."""
     return mesh.size(1) if isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2 else 0
+
+
+@constant_result
+def place_in_group(mesh: Any) -> tuple[str, int, int]:
+    """Return (group name, world size, rank) of a mesh: constants of a graph under Dynamo."""
+    group = group_of(mesh)
+    return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())

@@ -20,7 +20,6 @@ from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.pytrees import register_handled
 from tritoncp.core.records import fields_of, record, replace
-from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import bound_ragged_blocks, lists_from_blocks
 from tritoncp.masks.block_mask_interface import (
     BlockMaskInterface,
@@ -37,6 +36,7 @@ from tritoncp.masks.transposed_runs import transpose
 from tritoncp.mods.fingerprint import ModState
 from tritoncp.mods.places import check_pickles
 from tritoncp.mods.snapshot import Snapshot, captured_state
+from tritoncp.mods.user_code import describe
 
 Device = str | torch.device
 

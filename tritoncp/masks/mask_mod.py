@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tritoncp.core.pytrees import as_tree, refuse_collation
 from tritoncp.core.records import fields_of, record
-from tritoncp.core.tracing import reads_batch_or_head
-from tritoncp.core.user_code import call_mod, check_result
 from tritoncp.mods.places import check_pickles
+from tritoncp.mods.tracing import reads_batch_or_head
+from tritoncp.mods.user_code import call_mod, check_result
 
 MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Intervals = tuple[Tensor, Tensor]  # (lo, hi), see MaskMod.intervals

@@ -15,8 +15,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.captures import ABSENT
+from tritoncp.mods.user_code import describe, origin
 
 _KNOWN = ("torch", "tritoncp", "builtins")  # packages whose version identifies the code of their classes
 

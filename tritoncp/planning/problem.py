@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import Mod
 from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
 from tritoncp.masks.expressions import mask_of, score_of
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskFn, and_masks
 from tritoncp.masks.prefix_tree import tree
+from tritoncp.mods.tracing import Mod
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import vmapped
 from tritoncp.masks.mask import Mask
+from tritoncp.mods.tracing import vmapped
 
 
 class Dense(NamedTuple):

@@ -21,10 +21,10 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
+from tritoncp.call import engine_factory
 from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.masks.mask import Mask
-from tritoncp.ops import engine_factory
 from tritoncp.planning import SCHEDULES
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem

@@ -51,7 +51,7 @@ def check(budget: float | None, strict: bool, as_json: bool, **options: Any) -> 
     place. Exits with 1 if a case is wrong or failed, or if no case of a schedule ran within the budget; with
     --strict or --budget, if any case did not. Without a GPU the kernels run interpreted, on small shapes.
     """
-    from tritoncp.core.process_environment import interpret_without_gpu
+    from tritoncp.core.processes import interpret_without_gpu
 
     interpret_without_gpu()  # before Triton is imported
     require_engine()

@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 
 from tritoncp import doctor
+from tritoncp.call.engine_factory import name_functions
 from tritoncp.command_base import INTERRUPTED, make_bar, make_console
 from tritoncp.core.environment import DEBUG
-from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
-from tritoncp.core.worker_pool import Lost, WorkerPool
+from tritoncp.core.processes import Lost, WorkerPool, torchrun_world_size, use_loopback_interface
 from tritoncp.distributed.failures import GroupClosed
-from tritoncp.ops.engine_factory import name_functions
 from tritoncp.perf.suite import machine
 from tritoncp.self_check import cases
 from tritoncp.self_check.cases import CheckCase, CheckRequest, Errors, Ranks, Result, judge_case, run_case

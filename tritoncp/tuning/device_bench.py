@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.analysis.launches import CallTensors
+from tritoncp.call.engine_factory import name_functions
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.ops.engine_factory import name_functions
 from tritoncp.perf.suite import baselines, check
 from tritoncp.perf.suite.timing import Clock, DeviceClock, WallClock
 from tritoncp.planning.problem import Problem

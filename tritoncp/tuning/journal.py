@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tritoncp.core.checked_json import parse_json
+from tritoncp.core.files import parse_json
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.tuning.targets import Target
 

@@ -33,8 +33,8 @@ from tritoncp.analysis.resource_table import find_faults, tiles
 from tritoncp.command_base import make_bar, make_console
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.ops import tile_tables
-from tritoncp.ops.tile_tables import MIN_SPEEDUP, Device
+from tritoncp.measured_tiles import tile_tables
+from tritoncp.measured_tiles.tile_tables import MIN_SPEEDUP, Device
 from tritoncp.perf.suite import machine
 from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal

@@ -16,13 +16,13 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from tritoncp.api.dynamo import batch_rows_op, part_op
+from tritoncp.call.key_exchange import backward_part_op, forward_part_op
 from tritoncp.chunking import attention
 from tritoncp.chunking.regions import op_name, tensors_of
 from tritoncp.chunking.streams.storages import bytes_of, hint, is_collective, is_view, is_wait
-from tritoncp.core.tracing import fresh_dispatch
-from tritoncp.ops.flop_formulas import count_flops
-from tritoncp.ops.graph.key_exchange import backward_part_op, forward_part_op
+from tritoncp.graph.flop_formulas import count_flops
+from tritoncp.graph.handle_ops import batch_rows_op, part_op
+from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.cost import Hardware
 from tritoncp.planning.plan import Plan
 

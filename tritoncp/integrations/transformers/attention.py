@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tritoncp.api.attention import flex_attention
-from tritoncp.api.validate import MAX_HEAD_DIM
+from tritoncp.call.validate import MAX_HEAD_DIM
 from tritoncp.integrations.transformers.calls import watch_calls
 from tritoncp.integrations.transformers.graph import (
     checked_plan,
@@ -34,7 +34,7 @@ from tritoncp.masks.named import softcap as softcap_mod
 from tritoncp.masks.varlen import varlen
 from tritoncp.planning.plan import Plan
 
-# Modules of transformers that have a dict from names of implementations to classes of attention.
+# Modules with a dict from names of implementations to classes of attention, in some release of transformers.
 TABLES = (
     "bark.modeling_bark", "data2vec.modeling_data2vec_vision", "deepseek_ocr2.modeling_deepseek_ocr2",
     "falcon.modeling_falcon", "git.modeling_git", "gpt_neo.modeling_gpt_neo", "gptj.modeling_gptj",

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from tritoncp.api.trees import PackedTree
 from tritoncp.integrations.transformers.attention import is_registered
 from tritoncp.integrations.transformers.calls import refuse_arguments
 from tritoncp.integrations.transformers.model_classes import (
@@ -51,7 +52,7 @@ def check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTraine
             "config is of an encoder-decoder model, where queries and keys have different lengths: run it on "
             "whole sequences, without shard_batch"
         )
-    other_kinds = set(getattr(text, "layer_types", None) or ()) & OTHER_LAYERS
+    other_kinds = OTHER_LAYERS.intersection(_layer_types(text))
     if model is None and (other_kinds or may_be_recurrent(text) or may_convolve(text)):
         raise ValueError(
             f"models of {type(text).__name__} have layers other than attention "
@@ -146,3 +147,44 @@ def check_shardable(batch: Mapping[str, Any], config: PreTrainedConfig, model: n
             f"labels: the model of {type(config).__name__} computes its own loss, which on a rank would be "
             f"that of its shard alone: {OWN_LOSS}"
         )
+
+
+def check_tree(
+    batch: Mapping[str, Any], tree: PackedTree, config: PreTrainedConfig, model: nn.Module | None
+) -> None:
+    """Raise ValueError for a batch that is not the row of a prefix tree, and for models that cannot see
+    trees."""
+    reason = why_no_trees(config, model)
+    if reason:
+        raise ValueError(f"tree: {reason}: pass the trajectories as packed documents, without tree=")
+    tokens = batch.get("input_ids")
+    if tokens is None or tokens.shape != (1, len(tree.tokens)):
+        shape = "missing" if tokens is None else str(list(tokens.shape))
+        raise ValueError(
+            f"input_ids is {shape}; the tokens of the tree, tree.tokens[None], are needed: here "
+            f"[1, {len(tree.tokens)}]"
+        )
+    given = {name for name, x in batch.items() if x is not None}
+    other = given.intersection((*CONSUMED, "position_ids", "labels"))
+    if other:
+        raise ValueError(
+            f"the batch has {', '.join(sorted(other))} beside a tree, which has positions and no padding, "
+            "and whose labels no shift by rows gives: omit them, and pass shift_labels, the label of each row"
+        )
+
+
+def why_no_trees(config: PreTrainedConfig, model: nn.Module | None) -> str:
+    """Return the reason why the models of a config cannot have a prefix tree as a row, or ""."""
+    text = config.get_text_config()
+    name = f"models of {type(text).__name__}"
+    if may_be_recurrent(text) or may_convolve(text) or OTHER_LAYERS.intersection(_layer_types(text)):
+        return f"{name} have layers that read the tokens of a row in their order"
+    if getattr(text, "attention_chunk_size", None):
+        return f"{name} attend within chunks of a row"
+    if not takes_positions(text, model) or position_axes(text) > 1:
+        return f"{name} have no argument position_ids [B, S]"
+    return ""
+
+
+def _layer_types(text: PreTrainedConfig) -> tuple[str, ...]:
+    return tuple(getattr(text, "layer_types", None) or ())

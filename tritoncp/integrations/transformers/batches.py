@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, masking_utils
 from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
+from tritoncp.api.trees import PackedTree
 from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Compared, Text, fact, together
@@ -25,6 +26,7 @@ from tritoncp.integrations.transformers.batch_checks import (
     check_config,
     check_names,
     check_shardable,
+    check_tree,
 )
 from tritoncp.integrations.transformers.calls import note_shard
 from tritoncp.integrations.transformers.masks import ModelMask, create_mask
@@ -34,16 +36,20 @@ from tritoncp.integrations.transformers.model_classes import (
     position_axes,
     unwrap_model,
 )
-from tritoncp.integrations.transformers.plans import ContextParallelPlan, create_layer_mask
+from tritoncp.integrations.transformers.plans import (
+    IGNORED,
+    ContextParallelPlan,
+    create_layer_mask,
+    create_tree_mask,
+)
 from tritoncp.integrations.transformers.whole_sequences import hook_layers
 from tritoncp.masks.block_runs import content
+from tritoncp.masks.prefix_tree import tree as tree_mask
 from tritoncp.masks.varlen import Documents
 from tritoncp.planning import ScheduleName
 from tritoncp.planning.balance import BalancerName
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
-
-IGNORED = -100  # the label that transformers' losses ignore
 
 
 @group_call
@@ -55,6 +61,7 @@ def shard_batch(
     balancer: BalancerName | Balancer | None = "ptrr",
     schedule: ScheduleName = "auto",
     BLOCK_SIZE: int | tuple[int, int] = 128,
+    tree: PackedTree | None = None,
 ) -> dict[str, Any]:
     """Return this rank's shard of a global batch, with its plans, as keyword arguments of the model.
 
@@ -70,6 +77,9 @@ def shard_batch(
     mesh, balancer, schedule: see :func:`tritoncp.make_plan`; mesh None: one process, without communication,
     with a warning in a world of several ranks.
     BLOCK_SIZE: tokens per block of the placement.
+    tree: the prefix tree whose tokens are ``input_ids`` [1, S], of :func:`tritoncp.pack_trajectories`: each
+    token sees its path, windows count along it, and positions are depths. Instead of ``labels``, which would
+    be shifted by rows, pass ``shift_labels``, the label of each row. For models of attention layers alone.
 
     Returns a dict for ``model(**batch)``: tensors [B, S_local], of equal length on all ranks;
     ``shift_labels``, shifted before sharding (``labels`` is there only so that the model computes a loss);
@@ -97,16 +107,19 @@ def shard_batch(
         raise TypeError(f"config is a {wrong}; pass the transformers model, or its config")
     _warn_without_mesh(mesh)
     group = groups.group_of(mesh)
-    read = partial(_read_batch, batch, config, model, group)
+    read = partial(_read_batch, batch, config, model, group, tree)
     (kinds, position_ids, documents), _ = together(group, "shard_batch", read)
     if model is not None:
         hook_layers(model)
     several = group is not None and group.size() > 1
     mask = next(iter(kinds.values()))
-    plans = make_plan(
-        {kind: create_layer_mask(mask, request, BLOCK_SIZE) for kind, request in kinds.items()},
-        mesh, balancer=balancer, schedule=schedule,
-    )  # fmt: skip
+    masks = {
+        kind: create_layer_mask(mask, one, BLOCK_SIZE)
+        if tree is None
+        else create_tree_mask(tree, one, BLOCK_SIZE)
+        for kind, one in kinds.items()
+    }
+    plans = make_plan(masks, mesh, balancer=balancer, schedule=schedule)
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
     whole |= {"position_ids": position_ids, **_labels(batch)}
     plan = next(iter(plans.values()))
@@ -114,7 +127,7 @@ def shard_batch(
     shifted = batch.get("labels") is not None and batch.get("shift_labels") is None
     own = ContextParallelPlan(
         plans, mesh, local["position_ids"], mask, BLOCK_SIZE, schedule, batch.get("attention_mask"),
-        documents, shifted and several,
+        documents, shifted and several, tree,
     )  # fmt: skip
     part, tokens = _tokens(local), _tokens(batch)
     if several and not (part.shape == tokens.shape and torch.equal(part, tokens)):  # one rank has all
@@ -136,7 +149,11 @@ def _warn_without_mesh(mesh: Any) -> None:
 
 
 def _read_batch(
-    batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None, group: Any
+    batch: Mapping[str, Any],
+    config: PreTrainedConfig,
+    model: nn.Module | None,
+    group: Any,
+    tree: PackedTree | None,
 ) -> tuple[tuple[dict[str, ModelMask], Tensor, Tensor | None], Compared, tuple[int, ...]]:
     """Return ((mask of each kind of layer, position_ids [B, S] or [axes, B, S], index of the document of each
     token [B, S] or None), facts for the ranks to compare, numbers)."""
@@ -145,10 +162,13 @@ def _read_batch(
     if group is not None and group.size() > 1:
         check_shardable(batch, config, model)
     shape, device = tokens.shape[:2], tokens.device
+    if tree is not None:
+        check_tree(batch, tree, config, model)
+        batch = {**batch, "position_ids": tree_mask(tree.parent, tree.lengths).depth[None].long().to(device)}
     restarting, position_ids = _positions(batch, text, shape, device)
-    masks = _kinds(text, batch.get("attention_mask"), restarting, shape, device)
+    masks = _kinds(text, batch.get("attention_mask"), None if tree else restarting, shape, device)
     documents = None
-    if restarting is not None:
+    if restarting is not None and tree is None:
         documents = masking_utils.find_packed_sequence_indices(restarting.expand(shape))
     facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)} if group is not None else {}
     return (masks, position_ids, documents), facts, ()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.handles import handle_of, object_of
+from tritoncp.graph.dispatch import register_op
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.masks.traced_mask import TracedMask
-from tritoncp.ops.dispatch import register_op
 
 
 def mask_mod_in_graph(mask: ModelMask) -> Any:

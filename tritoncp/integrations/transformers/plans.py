@@ -13,6 +13,7 @@ from transformers import masking_utils
 
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
+from tritoncp.api.trees import PackedTree
 from tritoncp.core.bounded_cache import TensorCache, computed_once
 from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.records import replace
@@ -20,10 +21,13 @@ from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.packed_rows import PackedRows
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import UNBOUNDED
+from tritoncp.masks.prefix_tree import tree as tree_mask
 from tritoncp.planning import ScheduleName
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Work
 
+IGNORED = -100  # the label that transformers' losses ignore
 OWN_LOSS = (
     "omit labels, and compute the loss from the logits of each rank and "
     "tritoncp.shard(labels, batch['context_parallel'].plan, dim=1, pad=-100)"
@@ -42,6 +46,19 @@ def create_layer_mask(batch: ModelMask, layer: ModelMask, block: int | tuple[int
     return create_block_mask(mod, rows, None, length, length, BLOCK_SIZE=block)
 
 
+def create_tree_mask(packed: PackedTree, layer: ModelMask, block: int | tuple[int, int]) -> Mask:
+    """Return the mask of a prefix tree for layers of the kind of ``layer``: windows count along paths."""
+    pattern = layer.pattern
+    if pattern is None or pattern.chunk or pattern.window[1] != 0:
+        raise ValueError(
+            f"tree: layers of the kind {layer.kind} see no tree; causal layers with or without a window are "
+            "needed: pass the trajectories as packed documents, without tree="
+        )
+    mod = tree_mask(packed.parent, packed.lengths, window=(pattern.window[0], UNBOUNDED))
+    size = len(packed.tokens)
+    return create_block_mask(mod, None, None, size, size, BLOCK_SIZE=block)
+
+
 class ContextParallelPlan:
     """The plans of one batch and their mesh: a keyword argument of the model, which passes it to every
     attention layer. No dataclass: FSDP rebuilds dataclasses among the arguments of a module.
@@ -55,16 +72,17 @@ class ContextParallelPlan:
     attention_mask: the batch's, [B, S], for layers that run on whole sequences
     documents:      index of the document of each token, [B, S], if a row has several; likewise
     labels:         whether shard_batch has shifted labels of the batch, for a next-token loss
+    tree:           the prefix tree of the batch's only row, or None
     """
 
     def __init__(
         self, plans: dict[str, Plan], mesh: Any, position_ids: Tensor, mask: ModelMask,
         block: int | tuple[int, int], schedule: ScheduleName, attention_mask: Tensor | None,
-        documents: Tensor | None, labels: bool,
+        documents: Tensor | None, labels: bool, tree: PackedTree | None,
     ) -> None:  # fmt: skip
         self.plans, self.mesh, self.position_ids, self.mask = plans, mesh, position_ids, mask
         self.block, self.schedule, self.labels = block, schedule, labels
-        self.attention_mask, self.documents = attention_mask, documents
+        self.attention_mask, self.documents, self.tree = attention_mask, documents, tree
         self.reached = False  # whether a layer has got this
         self._checked = TensorCache(8)
         self._add_handle()
@@ -165,6 +183,12 @@ class ContextParallelPlan:
         self._checked.keep(id(mask), [mask], True)
         return False
 
+    def mask_of(self, layer: ModelMask) -> Mask:
+        """Return the global mask for layers of the kind of ``layer``."""
+        if self.tree is not None:
+            return create_tree_mask(self.tree, layer, self.block)
+        return create_layer_mask(self.mask, layer, self.block)
+
     def _plan_alike(self, layer: ModelMask) -> Plan:
         """Make the plan of another kind of layer, with the placement of the existing plans."""
         rows = iter(self.plan.owners)
@@ -174,7 +198,7 @@ class ContextParallelPlan:
             return [(owners == rank).nonzero()[:, 0].tolist() for rank in range(work.world_size)]
 
         balancer = None if self.plan.balancer == "natural" else same_placement
-        mask = create_layer_mask(self.mask, layer, self.block)
+        mask = self.mask_of(layer)
         plan = make_plan(mask, self.mesh, balancer=balancer, schedule=self.schedule)
         if not torch.equal(plan.positions, self.plan.positions):
             raise ValueError(

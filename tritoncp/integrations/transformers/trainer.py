@@ -13,12 +13,68 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from tritoncp.api.validate import check_mesh
+from tritoncp.call.validate import check_mesh
 from tritoncp.distributed import groups
 from tritoncp.integrations.transformers.batches import shard_batch
 
 
-class ContextParallelTrainer(Trainer):
+class SharedBatchesTrainer(Trainer):
+    """transformers' Trainer, whose ranks of a mesh get the same batches; all other ranks get different ones.
+
+    Arguments are Trainer's, and mesh and sharding, as of :class:`ContextParallelTrainer`. ``context_mesh`` is
+    the mesh, ``replicas`` has the ranks of each data-parallel replica.
+    """
+
+    replicas: list[list[int]]
+
+    def __init__(
+        self, *args: Any, mesh: Any = None, sharding: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        self.context_mesh, self.sharding = mesh, sharding or {}
+        check_mesh(mesh, schedule=self.sharding.get("schedule", "auto"))
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, after which the world is known."""
+        super().create_accelerator_and_postprocess()
+        if self.context_mesh is None and self.args.world_size > 1:
+            self.context_mesh = dist.group.WORLD
+        self.replicas = _list_replicas(self.context_mesh)
+        parallel = self.accelerator.parallelism_config
+        if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+            raise ValueError(
+                "cp_size or sp_size of ParallelismConfig is accelerate's own context parallelism, which "
+                "drops masks: omit it, and pass mesh= to this trainer"
+            )
+
+    def get_cp_size(self) -> int:
+        """Return the number of ranks that share documents; Trainer divides batch sizes and label counts by
+        it."""
+        group = groups.group_of(self.context_mesh)
+        return 1 if group is None else group.size()
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
+        """Return a loader with the same batches on all ranks of the mesh."""
+        loader = super()._get_dataloader(dataset, *args, **kwargs)
+        if self.args.world_size == 1:
+            return loader
+        dispatch = self.accelerator.dispatch_batches
+        if dispatch or (dispatch is None and isinstance(dataset, IterableDataset)):
+            raise ValueError(
+                "dispatch_batches=True sends different documents from rank 0 to each rank: set "
+                'accelerator_config={"dispatch_batches": False} in TrainingArguments'
+            )
+        own = [self.args.process_index in ranks for ranks in self.replicas]
+        count, index = len(own), own.index(True)
+        for part in (loader.batch_sampler, loader.sampler, loader.dataset):
+            if hasattr(part, "num_processes") and hasattr(part, "process_index"):
+                part.num_processes, part.process_index = count, index
+                if count == 1 and hasattr(part, "even_batches"):
+                    part.even_batches = False  # with one replica, no batches have to be padded
+        return loader
+
+
+class ContextParallelTrainer(SharedBatchesTrainer):
     """transformers' Trainer with context parallelism: the ranks of a mesh train on the same documents, each
     on its shard of their tokens.
 
@@ -55,21 +111,10 @@ class ContextParallelTrainer(Trainer):
     def __init__(
         self, *args: Any, mesh: Any = None, sharding: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self.context_mesh, self.sharding = mesh, sharding or {}
-        check_mesh(mesh, schedule=self.sharding.get("schedule", "auto"))
-        super().__init__(*args, **kwargs)
-        if mesh is None and self.args.world_size > 1:
-            self.context_mesh = dist.group.WORLD
-        self._replicas = _list_replicas(self.context_mesh)
+        super().__init__(*args, mesh=mesh, sharding=sharding, **kwargs)
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        parallel = self.accelerator.parallelism_config
-        if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
-            raise ValueError(
-                "cp_size or sp_size of ParallelismConfig is accelerate's own context parallelism, which "
-                "drops masks: omit it, and pass mesh= to this trainer"
-            )
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise ValueError(
                 "label_smoothing_factor and compute_loss_func shift labels within a shard: omit them, or "
@@ -85,32 +130,6 @@ class ContextParallelTrainer(Trainer):
                 f"model: {type(self.model).__name__}.forward has no **kwargs, by which plans are passed to "
                 "its layers: add **kwargs and pass them on"
             )
-
-    def get_cp_size(self) -> int:
-        """Return the number of ranks that share documents; Trainer divides batch sizes and label counts by
-        it."""
-        group = groups.group_of(self.context_mesh)
-        return 1 if group is None else group.size()
-
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
-        """Return a loader with the same batches on all ranks of the mesh."""
-        loader = super()._get_dataloader(dataset, *args, **kwargs)
-        if self.args.world_size == 1:
-            return loader
-        dispatch = self.accelerator.dispatch_batches
-        if dispatch or (dispatch is None and isinstance(dataset, IterableDataset)):
-            raise ValueError(
-                "dispatch_batches=True sends different documents from rank 0 to each rank: set "
-                'accelerator_config={"dispatch_batches": False} in TrainingArguments'
-            )
-        own = [self.args.process_index in ranks for ranks in self._replicas]
-        count, index = len(own), own.index(True)
-        for part in (loader.batch_sampler, loader.sampler, loader.dataset):
-            if hasattr(part, "num_processes") and hasattr(part, "process_index"):
-                part.num_processes, part.process_index = count, index
-                if count == 1 and hasattr(part, "even_batches"):
-                    part.even_batches = False  # with one replica, no batches have to be padded
-        return loader
 
     def compute_loss(
         self,
@@ -139,7 +158,7 @@ class ContextParallelTrainer(Trainer):
         """Gather losses [n] of all ranks and average over the ranks of each replica: [replicas * n]."""
         gathered = self.accelerator.gather(losses)
         every = rearrange(gathered, "(rank n) -> rank n", rank=self.args.world_size)
-        means = torch.cat([every[ranks].mean(0) for ranks in self._replicas])
+        means = torch.cat([every[ranks].mean(0) for ranks in self.replicas])
         state = self.accelerator.gradient_state
         if state.end_of_dataloader and state.remainder > 0:  # drop documents that only fill the last batch
             return means[: state.remainder]

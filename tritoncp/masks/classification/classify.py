@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tritoncp.core.tracing import read_batch_and_head, result_of, vmapped
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs, ramps
 from tritoncp.masks.classification.expression import Expression, Reader
@@ -25,6 +24,7 @@ from tritoncp.masks.classification.tile_bounds import trace
 from tritoncp.masks.classification.tile_states import Tiles, TileStates, tile_states
 from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.masks.transposed_runs import transpose
+from tritoncp.mods.tracing import read_batch_and_head, result_of, vmapped
 
 PairEvaluator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # a mask_mod's values: (b [n], h [n], q [n, i], kv [n, j]), int64, -> bool [n, i, j], all on the CPU

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from tritoncp.core.tracing import SHAPE_ONLY, dtype_of, operation_name
 from tritoncp.masks.classification.interval_arithmetic import COPIES, is_integer
+from tritoncp.mods.tracing import SHAPE_ONLY, dtype_of, operation_name
 
 BATCH, HEAD, QUERY, KEY, DISTANCE = (1 << place for place in range(5))  # DISTANCE: q_idx - kv_idx
 PAIR = QUERY | KEY

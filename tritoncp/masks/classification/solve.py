@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 
 from tritoncp.core.host_copy import is_remote, to_host
-from tritoncp.core.tracing import ancestors
 from tritoncp.masks.classification.expression import (
     BATCH,
     DISTANCE,
@@ -39,6 +38,7 @@ from tritoncp.masks.classification.row_intervals import (
     find_true_distances,
     keep_rows,
 )
+from tritoncp.mods.tracing import ancestors
 
 Value = tuple[fx.Node, int]  # a node, and QUERY, KEY or DISTANCE
 

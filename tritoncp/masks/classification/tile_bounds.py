@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tritoncp.core.tracing import SHAPE_ONLY, Mod, ancestors, dtype_of, graph_of, operation_name, result_of
 from tritoncp.masks.classification.interval_arithmetic import (
     BOOL_RULES,
     COPIES,
@@ -31,6 +30,7 @@ from tritoncp.masks.classification.interval_arithmetic import (
     tensor_min,
     unknown_range,
 )
+from tritoncp.mods.tracing import SHAPE_ONLY, Mod, ancestors, dtype_of, graph_of, operation_name, result_of
 
 
 class PartialIndex(NamedTuple):
