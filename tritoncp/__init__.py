@@ -113,14 +113,14 @@ _WHERE = {
 }
 _MODULE_OF = {name: f"tritoncp.{module}" for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)
-# torch's own objects, so that an import line from torch works with tritoncp.
+# The objects of torch, so that an import line from torch works with tritoncp.
 _MODULE_OF |= dict.fromkeys(
     ("AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "create_mask", "noop_mask"),
     "torch.nn.attention.flex_attention",
 )
 
 
-if not TYPE_CHECKING:  # to a type checker, a module with this function has every name
+if not TYPE_CHECKING:  # type checkers take a module with this function to have every name
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:
@@ -137,10 +137,10 @@ def _offer_operators(torch: Any) -> None:
         return
 
     class Operators(torch._ops._OpNamespace):
-        __module__ = "torch._ops"  # from which the names of operators follow
+        __module__ = "torch._ops"  # the names of operators follow from these
 
         def __getattr__(self, name: str) -> Any:
-            if "tritoncp.graph.dispatch" not in sys.modules:  # by which they are registered
+            if "tritoncp.graph.dispatch" not in sys.modules:  # the import registers them
                 importlib.import_module("tritoncp.api.parallel")
             return super().__getattr__(name)
 
@@ -151,7 +151,7 @@ _offer_operators(sys.modules.get("torch"))
 
 
 def __dir__() -> list[str]:
-    """List public names, submodules that are imported, and names of every module, but no helpers of this
+    """List public names, imported submodules and the names that every module has, without helpers of this
     file."""
     own = [
         name

@@ -34,7 +34,7 @@ class Group(click.Group):
     """A group in which errors of all commands are messages."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        for stream in (sys.stdout, sys.stderr):  # a character that the locale lacks is shown by its number
+        for stream in (sys.stdout, sys.stderr):  # show characters outside of the locale by number
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         with errors_as_messages():
@@ -78,7 +78,7 @@ BALANCERS = (
     "--mask",
     metavar="EXPR",
     help="causal, full, document, window(left, right=0), prefix_lm(n), joined with & | ~ and parentheses, or "
-    "module:function, a mask_mod of your own.  [default: causal, with --lengths causal & document]",
+    "module:function, any mask_mod.  [default: causal, with --lengths causal & document]",
 )
 @click.option(
     "--lengths", metavar="N,N,...|FILE", help="Tokens of each document: numbers, JSON, or a file of either."

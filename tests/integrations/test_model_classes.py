@@ -23,7 +23,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from tests.integrations import transformers_models as models
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers import attention, model_classes, shard_batch
-from tritoncp.integrations.transformers.model_classes import has_loss_of_its_own, is_recurrent
+from tritoncp.integrations.transformers.model_classes import has_custom_loss, is_recurrent
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 
@@ -67,8 +67,8 @@ def test_a_loss_of_an_inner_model_is_one_of_the_model() -> None:
     model = models.build_model("Llama", num_hidden_layers=1)
     outer = model.model  # takes no labels itself
     outer.layers.append(HasLoss(model.config))
-    assert has_loss_of_its_own(model.config, outer)
-    assert not has_loss_of_its_own(model.config, model)
+    assert has_custom_loss(model.config, outer)
+    assert not has_custom_loss(model.config, model)
 
 
 def test_classes_without_source_are_recurrent_as_their_bases() -> None:

@@ -158,11 +158,11 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
     assert "something is in the way" in (bench.wrong(ROUTE, GLUON) or "")
     obstacles.clear()
     assert bench.wrong(ROUTE, GLUON) is None and bench.milliseconds(ROUTE, GLUON) > 0
-    checked, ring = bench._problem_for(ROUTE), CallTensors.in_steps
+    checked, ring = bench._problem_for(ROUTE), CallTensors.run_two_steps
     checked._lse[0, 0, 5] += 0.01
     assert (bench.wrong(ROUTE, GLUON) or "").startswith("lse is off by")
     checked._lse[0, 0, 5] -= 0.01
-    monkeypatch.setattr(CallTensors, "in_steps", lambda *arguments: ring(*arguments) * 1.001)
+    monkeypatch.setattr(CallTensors, "run_two_steps", lambda *arguments: ring(*arguments) * 1.001)
     assert (bench.wrong(ROUTE, GLUON) or "").startswith("out in steps is off by")
 
 

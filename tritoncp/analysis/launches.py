@@ -33,7 +33,7 @@ class CallTensors:
     """The tensors of a problem's call on one device, or of a step of a schedule, and its launches.
 
     tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
-    variant: the kind of launch in a schedule, whose gradients are sums in float32; None: that of a call
+    variant: the kind of launch in a schedule, whose gradients are sums in float32; None: the launch of a call
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CallTensors:
         sums = torch.float32 if variant else problem.torch_dtype
         self._dq = torch.empty_like(self.q)
         self._dk, self._dv = (torch.empty_like(x, dtype=sums) for x in (self.k, self.v))
-        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # of the fused kernel, and of steps
+        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # for the fused kernel and for steps
 
     def results(self, kernel: str) -> dict[str, Tensor]:
         """Return the tensors that a kernel writes, by name."""
@@ -78,8 +78,8 @@ class CallTensors:
     def launch(
         self, kernel: str, config: Config | None, arch: str | None = None
     ) -> Launch | Launches | Callable[[], None]:
-        """Prepare a launch of a kernel. config: its tiles, None: the default; arch: of an absent GPU. Raises
-        ValueError if a route is not possible."""
+        """Prepare a launch of a kernel. config: its tiles, None: the default; arch: architecture of an absent
+        GPU. Raises ValueError if a route is not possible."""
         kernel, config = kernel_of(kernel, config)
         engine = self._engine(kernel, config, arch)
         q, k, v, tables, variant = self.q, self.k, self.v, self._tables, self._variant
@@ -99,7 +99,7 @@ class CallTensors:
         dq = self._dq_sum if kernel == "fused" else None
         return engine.dkdv(step, self._dk, self._dv, dq, add=variant.load)
 
-    def in_steps(self, kernel: str, config: Config | None) -> Tensor:
+    def run_two_steps(self, kernel: str, config: Config | None) -> Tensor:
         """Compute out in two steps, the second from the state of the first, as in a ring of two ranks."""
         engine = self._engine(*kernel_of(kernel, config), None)
         plan = build(self._mask, 2, schedule="ring")

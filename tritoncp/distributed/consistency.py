@@ -1,7 +1,8 @@
 """Consistency checks between ranks: ranks compare facts, and all raise if facts differ.
 
 Every rank makes its plan from its mask; only a few integers are exchanged. Texts are exchanged only after a
-difference. If one rank fails, the others are told as in every call (:mod:`.failures`)."""
+difference. If one rank fails, the others are told as in every call (:mod:`.failures`).
+"""
 
 from __future__ import annotations
 

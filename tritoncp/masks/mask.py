@@ -1,7 +1,8 @@
 """Mask, the public class of block-sparse masks, and `create_block_mask`.
 
 Block lists win over the mask_mod, as in compiled flex attention: an unlisted block is invisible and a full
-block is unmasked, even if the mask_mod disagrees."""
+block is unmasked, even if the mask_mod disagrees.
+"""
 
 from __future__ import annotations
 

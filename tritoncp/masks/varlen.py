@@ -44,7 +44,8 @@ class Documents(NamedTuple):
         """Make Documents on the CPU from cumulative tokens and cumulative rows.
 
         name: of the argument, for messages. length: rows of the buffer; None: not checked. Raises ValueError
-        for cumulative lengths that do not start at 0, decrease, or do not fit the buffer."""
+            for cumulative lengths that do not start at 0, decrease, or do not fit the buffer.
+        """
         cu_seqlens, padded = (x.detach().cpu().long() for x in (cu_seqlens, padded))
         _check_cumulative(name, cu_seqlens)
         _check_cumulative(f"{name}_padded", padded)

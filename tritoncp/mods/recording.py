@@ -2,7 +2,8 @@
 
 The function and its gradient run once on 0-d tensors while `mods.tracing.GraphRecorder` records their graph.
 Functions with equal graphs are equal, no matter which state they read. A recording takes about a millisecond,
-a fingerprint microseconds. Neither needs a translation to Triton."""
+a fingerprint microseconds. Neither needs a translation to Triton.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The rule is "longest first, to the micro-batch with the lowest work that has room". A sequence with more work
 than an even share, such as one that fills a micro-batch, makes the other replicas of its step wait: so this
-step takes other long sequences for them."""
+step takes other long sequences for them.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def pack_batches(
     while isinstance(filled := _fill(items, steps, shape), int):
         attempt += 1
         steps += max(-(-filled // shape.replicas), 2**attempt - 1)
-    return _in_order(items, filled, shape)
+    return _number_batches(items, filled, shape)
 
 
 def pack_stream(
@@ -120,7 +121,7 @@ def pack_stream(
     [[0, 1, 2], [3], [4, 5]]
     """
     shape = _Shape.checked(tokens_per_rank, ranks, data_parallel, window, token_cost, BLOCK_SIZE)
-    together = _at_least_one("look_ahead", look_ahead)
+    together = _check_positive("look_ahead", look_ahead)
     return _packed_stream(iter(lengths), shape, together)
 
 
@@ -134,7 +135,7 @@ def _packed_stream(stream: Iterator[int], shape: _Shape, look_ahead: int) -> Ite
             length = next(stream, None)
             if ended := length is None:
                 break
-            pending.append(_at_least_one("pack_stream: a length", length))
+            pending.append(_check_positive("pack_stream: a length", length))
             _check_fits(f"sequence {first + len(pending) - 1}", pending[-1], shape)
             room -= pending[-1]
         if not pending:
@@ -150,7 +151,7 @@ def _packed_stream(stream: Iterator[int], shape: _Shape, look_ahead: int) -> Ite
             if not isinstance(filled, int):
                 break
             count -= max(1, count // 128)
-        batches = _in_order(items, filled, shape, step)
+        batches = _number_batches(items, filled, shape, step)
         yield from (batches[at : at + shape.replicas] for at in range(0, len(batches), shape.replicas))
         step, first = step + len(batches) // shape.replicas, first + count
         del pending[:count]
@@ -172,8 +173,8 @@ class _Shape(NamedTuple):
         cls, tokens_per_rank: Any, ranks: Any, data_parallel: Any, window: Any, token_cost: Any, block: Any
     ) -> _Shape:
         """Make a shape of the public functions' arguments."""
-        size = _at_least_one("BLOCK_SIZE", block)
-        tokens = _at_least_one("tokens_per_rank", tokens_per_rank)
+        size = _check_positive("BLOCK_SIZE", block)
+        tokens = _check_positive("tokens_per_rank", tokens_per_rank)
         if tokens < size:
             raise ValueError(
                 f"tokens_per_rank={tokens} is less than a block of {size} tokens, and ranks hold whole "
@@ -181,12 +182,12 @@ class _Shape(NamedTuple):
             )
         if not isinstance(token_cost, int | float) or not 0 <= token_cost < float("inf"):
             raise ValueError(f"token_cost={token_cost!r}: pass a number of pairs, at least 0")
-        room = _at_least_one("ranks", ranks) * (tokens // size) * size
+        room = _check_positive("ranks", ranks) * (tokens // size) * size
         left = UNBOUNDED if window is None else check_window(window)[0]
-        return cls(_at_least_one("data_parallel", data_parallel), room, left, token_cost)
+        return cls(_check_positive("data_parallel", data_parallel), room, left, token_cost)
 
 
-def _at_least_one(name: str, number: Any) -> int:
+def _check_positive(name: str, number: Any) -> int:
     count = as_int(name, number)
     if count < 1:
         raise ValueError(f"{name}={count}: pass at least 1")
@@ -320,7 +321,7 @@ def _count_rows(lengths: Iterable[int], room: int) -> int:
     return rows
 
 
-def _in_order(
+def _number_batches(
     items: Items, batches: Sequence[Sequence[int]], shape: _Shape, first: int = 0
 ) -> list[MicroBatch]:
     """Number steps, from ``first`` on, and replicas: a step has micro-batches of similar work, and the one

@@ -1,7 +1,8 @@
 """The plan of a rank: which rank holds which block, the schedule, and the tables of each step.
 
 A plan is made before the first byte is sent. It is frozen, derived from the mask alone, and equal on every
-rank except for the rank's number; it refers to no process group."""
+rank except for the rank's number; it refers to no process group.
+"""
 
 from __future__ import annotations
 
@@ -404,7 +405,7 @@ class Plan(BlockMaskInterface):
         and schedule.
 
         shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer. Defaults are in
-        :class:`tritoncp.planning.memory.Shape`; batch is the plan's by default.
+            :class:`tritoncp.planning.memory.Shape`; batch is the plan's by default.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
@@ -441,7 +442,7 @@ class Plan(BlockMaskInterface):
         matplotlib.
 
         path: a file to save the picture to, in a format of Matplotlib (.png, .svg, .pdf). shape: as for
-        :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
+            :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
         """
         return draw_figure(PlanFacts.of(self, hardware, **shape), path)
 

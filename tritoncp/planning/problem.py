@@ -1,7 +1,8 @@
 """One attention problem as data, and the registries of masks and model shapes.
 
 Benchmarks, the autotuner, compilation for absent GPUs, tables in docs and the self-check use these masks. A
-name in ``MASKS`` never changes its meaning, since histories are compared by name."""
+name in ``MASKS`` never changes its meaning, since histories are compared by name.
+"""
 
 from __future__ import annotations
 

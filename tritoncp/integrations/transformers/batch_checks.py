@@ -1,4 +1,4 @@
-"""Checks of a batch and its model before :func:`shard_batch`: what a rank could not compute is refused."""
+"""Checks of a batch and its model before :func:`shard_batch`, which refuse what a rank cannot compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tritoncp.integrations.transformers.model_classes import (
     adds_features_to_layers,
     computes_attention_itself,
     counts_positions_of_images,
-    has_loss_of_its_own,
+    has_custom_loss,
     has_sparse_layers,
     is_recurrent,
     may_be_recurrent,
@@ -28,13 +28,13 @@ from tritoncp.integrations.transformers.model_classes import (
 )
 from tritoncp.integrations.transformers.plans import OWN_LOSS
 
-# Kinds of layers other than attention, or with another part besides it.
+# Kinds of layers that are not attention, or not only attention.
 OTHER_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-# Inputs whose embeddings the model puts in the places of tokens.
+# Inputs whose embeddings replace embeddings of tokens.
 FEATURES = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
-# Inputs that describe the whole sequence: the plan contains them, the model does not get them.
+# Inputs that describe the whole sequence. The plan contains them; the model does not get them.
 CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# Names with a meaning in a batch, other than those of CONSUMED.
+# Names that have a meaning in a batch, besides CONSUMED.
 NAMES = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "num_items_in_batch")
 
 
@@ -93,11 +93,11 @@ def check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTraine
 
 
 def check_names(batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None) -> None:
-    """Raise ValueError for a name in the batch that is almost one with a meaning: it would have none."""
+    """Raise ValueError for a name in the batch that is nearly a known name, and would be ignored."""
     given = {name for name, x in batch.items() if x is not None}
     names = [
         name for name in (*NAMES, *CONSUMED) if not name.startswith("max_length")
-    ]  # read by kernels only
+    ]  # only kernels read these
     for name in sorted(given.difference(CONSUMED, NAMES)):
         meant = difflib.get_close_matches(name, names, 1, cutoff=0.78)
         if meant and name not in names_of_arguments(config, model):
@@ -142,7 +142,7 @@ def check_shardable(batch: Mapping[str, Any], config: PreTrainedConfig, model: n
             f"from inputs_embeds: pass position_ids [{axes}, B, S], model.get_rope_index(...)[0]; or [B, S] "
             "for texts"
         )
-    if batch.get("labels") is not None and has_loss_of_its_own(config, model):
+    if batch.get("labels") is not None and has_custom_loss(config, model):
         raise ValueError(
             f"labels: the model of {type(config).__name__} computes its own loss, which on a rank would be "
             f"that of its shard alone: {OWN_LOSS}"

@@ -69,8 +69,8 @@ class ContextParallelPlan:
     mask:           the global mask of one kind of layer
     block:          tokens per block of the placement
     schedule:       schedule of the plans
-    attention_mask: the batch's, [B, S], for layers that run on whole sequences
-    documents:      index of the document of each token, [B, S], if a row has several; likewise
+    attention_mask: attention_mask of the batch, [B, S], for layers that run on whole sequences
+    documents:      index of the document of each token, [B, S], if a row has several, for the same layers
     labels:         whether shard_batch has shifted labels of the batch, for a next-token loss
     tree:           the prefix tree of the batch's only row, or None
     """
@@ -83,19 +83,20 @@ class ContextParallelPlan:
         self.plans, self.mesh, self.position_ids, self.mask = plans, mesh, position_ids, mask
         self.block, self.schedule, self.labels = block, schedule, labels
         self.attention_mask, self.documents, self.tree = attention_mask, documents, tree
-        self.reached = False  # whether a layer has got this
+        self.reached = False  # whether a layer has got this object
         self._checked = TensorCache(8)
         self._add_handle()
 
     def _add_handle(self) -> None:
-        """Set the handle, by which graphs find this: of a copy, since a cycle would never end."""
+        """Set the handle, by which graphs find this object. It refers to a copy, since a cycle would never be
+        freed."""
         without = object.__new__(type(self))
         vars(without).update(vars(self))
         self.handle = handle_of(without)
         stand_for(self, self.handle)
 
     def __deepcopy__(self, memo: Any) -> ContextParallelPlan:
-        return self  # of the same batch, on the same ranks
+        return self  # a copy is for the same batch, on the same ranks
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self.mesh, dist.ProcessGroup):
@@ -135,8 +136,8 @@ class ContextParallelPlan:
         """Return the plan of a layer. attention_mask: the mask that the model made from this rank's tokens,
         which determines the kind of layer.
 
-        For a kind of layer that is not in the config, as bidirectional ones, the plan is made here (all ranks
-        reach the same layer).
+        For a kind of layer that is not in the config, such as a bidirectional one, the plan is made here (all
+        ranks reach the same layer).
         """
         self.reached = True
         if isinstance(attention_mask, Plan):
@@ -175,7 +176,8 @@ class ContextParallelPlan:
         return self.plans[pattern.kind]
 
     def _is_padded(self, mask: Tensor | None) -> bool:
-        """Return whether a padding mask of local tokens has padding (some models make a mask without)."""
+        """Return whether a padding mask of local tokens has padding (some models make one without
+        padding)."""
         if mask is None or self._checked.find(id(mask), [mask]):
             return False
         if not bool(mask.all()):
@@ -231,7 +233,7 @@ class ContextParallelPlan:
             return
         axes = position_ids.shape[0] if position_ids.ndim == 3 else 1
         if own.ndim == 3:
-            own = own[-axes:] if 1 < axes <= len(own) else own[0]  # of the text, where that is the first axis
+            own = own[-axes:] if 1 < axes <= len(own) else own[0]  # of the text, if it is the first axis
         elif axes > 1 and not bool((position_ids == position_ids[:1]).all()):
             raise ValueError(
                 f"position_ids is {list(position_ids.shape)}: the model makes positions of several axes (of "

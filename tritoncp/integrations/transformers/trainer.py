@@ -75,22 +75,7 @@ class SharedBatchesTrainer(Trainer):
 
 
 class ContextParallelTrainer(SharedBatchesTrainer):
-    """transformers' Trainer with context parallelism: the ranks of a mesh train on the same documents, each
-    on its shard of their tokens.
-
-    Arguments are Trainer's, and:
-
-    mesh:     1-D DeviceMesh or ProcessGroup of the ranks that share documents, as ``mesh["cp"]``, or a 2-D
-              mesh for Ulysses; all other dimensions of the world are data parallel. None: all ranks
-    sharding: keyword arguments of :func:`shard_batch`: balancer, schedule, BLOCK_SIZE
-
-    The loss of a step is the mean over the labels of all ranks, and gradients are its gradients: the loss of
-    a rank is scaled to cancel the averaging of gradients by DDP and FSDP. Documents are distributed over
-    data-parallel ranks, and batch sizes are per data-parallel rank. Batches are [B, S] on the ranks' devices,
-    as the collator returns them: padded with an attention_mask, or packed with position_ids.
-
-    Raises ValueError for a model with another attention, accelerate's own context parallelism, label
-    smoothing, loss functions and metrics that need whole logits, and batches dispatched from rank 0.
+    """Train with transformers' Trainer and context parallelism.
 
     >>> import tempfile, torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -106,6 +91,25 @@ class ContextParallelTrainer(SharedBatchesTrainer):
     >>> trainer.train().global_step  # doctest: +ELLIPSIS
     {...}
     1
+
+    The ranks of a mesh train on the same documents, each on its shard of the tokens. Documents are
+    distributed over data-parallel ranks, and batch sizes are per data-parallel rank. Batches are [B, S] on
+    the ranks' devices, as the collator returns them: padded with an attention_mask, or packed with
+    position_ids.
+
+    The loss of a step is the mean over the labels of all ranks, and gradients are gradients of this mean: the
+    loss of a rank is scaled to cancel the averaging of gradients by DDP and FSDP.
+
+    Args:
+        args: arguments of Trainer.
+        mesh: 1-D DeviceMesh or ProcessGroup of the ranks that share documents, such as ``mesh["cp"]``, or a
+            2-D mesh for Ulysses; all other dimensions of the world are data parallel. None: all ranks.
+        sharding: keyword arguments of :func:`shard_batch`: balancer, schedule, BLOCK_SIZE.
+        kwargs: keyword arguments of Trainer.
+
+    Raises:
+        ValueError: for a model with another attention, accelerate's context parallelism, label smoothing,
+            loss functions and metrics that need whole logits, and batches dispatched from rank 0.
     """
 
     def __init__(

@@ -4,7 +4,8 @@ If each row sees a few intervals of keys, the intervals are solved for (`solve`,
 other mask, a tile as large as the mask is bounded (`tile_states`), cut if it stays undecided, and so on down
 to single blocks. In an undecided block a few pairs are evaluated first, and all pairs if the few agree. The
 work is proportional to the mask's edges, not its area. A mask_mod that cannot be traced is evaluated at every
-pair, a few million at a time."""
+pair, a few million at a time.
+"""
 
 from __future__ import annotations
 
@@ -102,9 +103,11 @@ class Classification(NamedTuple):
     """The classified blocks of a mask, and the row intervals if it has them.
 
     runs:     blocks as torch classifies them: FULL if every pair of a whole block is visible, MASKED if some
-    are reads:    whether it may depend on b, and on h solved:   whether ``interval`` is final; if not, pairs
-    have to be evaluated to find it interval: (lo, hi), int32 [B, H, q_len] each, if in MASKED blocks a row
-    sees exactly lo <= kv < hi"""
+              are
+    reads:    whether it may depend on b, and on h
+    solved:   whether ``interval`` is final; if not, pairs have to be evaluated to find it
+    interval: (lo, hi), int32 [B, H, q_len] each, if in MASKED blocks a row sees exactly lo <= kv < hi
+    """
 
     runs: Runs
     reads: tuple[bool, bool]
@@ -160,7 +163,8 @@ def find_runs(
     """Classify blocks by the states of tiles, and by evaluating pairs.
 
     It starts with one tile as large as the mask. An undecided tile is cut into columns of blocks if its
-    blocks differ only by their keys, else into quarters. states: None if the mask_mod cannot be traced"""
+    blocks differ only by their keys, else into quarters. states: None if the mask_mod cannot be traced
+    """
     collector = _TileCollector((B, H), grid)
 
     def visit(tiles: Tensor) -> Tensor:
@@ -206,7 +210,8 @@ def find_intervals(
     """Return each row's interval of visible keys in its masked blocks: int32 (lo, hi), each [B, H, q_len].
 
     None if some row sees other keys there than one interval. reads: whether the mask_mod may depend on b, and
-    on h; device: of its tensors"""
+    on h; device: of its tensors
+    """
     B, H, _, _ = runs.shape
     b, h = (size if read else 1 for size, read in zip((B, H), reads, strict=True))
     shared = runs.select(slice(b), slice(h))

@@ -2,7 +2,8 @@
 
 ``(q >= kv) & (doc[q] == doc[kv])`` is ``Both((Relation("ge", q, kv), Relation("eq", doc[q], doc[kv])))``. If
 each side of a comparison depends on the query alone or on the key alone, the visible keys of a row are
-intervals (`row_intervals`). A comparison of any other form is a predicate of pairs."""
+intervals (`row_intervals`). A comparison of any other form is a predicate of pairs.
+"""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Vectors:
                 b, h = (batch[0], head[0]) if shared else (batch, head)
                 outs = run(b, h, index[side])
                 found |= {(node, side): out[None] if shared else out for node, out in zip(nodes, outs)}
-        self._values = dict(zip(found, _on_host(list(found.values()))))
+        self._values = dict(zip(found, _copy_to_host(list(found.values()))))
 
     def shown(self, predicate: Predicate) -> Tensor:
         """Return where a predicate of queries, keys or distances holds: bool [n or 1, number of values or
@@ -206,6 +206,6 @@ class _Subgraph:
         return tuple(values[node] for node in self._nodes)
 
 
-def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+def _copy_to_host(tensors: list[Tensor]) -> list[Tensor]:
     """Copy tensors to the CPU, with one copy per device."""
     return to_host(tensors) if any(map(is_remote, tensors)) else tensors

@@ -3,7 +3,8 @@
 The function runs on 0-d fake tensors (score, b, h, q_idx, kv_idx), and `mods.tracing.GraphRecorder` records
 it. The result is an aten graph whose inputs are these five, all captured tensors in order of first use, and
 the captured numbers that may change while the graph stays the same. Under `mods.tracing.TensorIndexing` an
-index by a 0-d tensor is traced as a gather."""
+index by a 0-d tensor is traced as a gather.
+"""
 
 from __future__ import annotations
 
