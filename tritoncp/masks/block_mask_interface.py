@@ -81,7 +81,17 @@ class BlockMaskInterface:
 
         Its tensors stay on the CPU; a call copies the tensors it needs to the device of the query, once.
         Tensors that a mask_mod captures stay where they are, as with torch's ``BlockMask.to``. It has no
-        dtype. Arguments are those of ``torch.nn.Module.to``; raises TypeError or RuntimeError for others.
+        dtype.
+
+        Args:
+            args: arguments of ``torch.nn.Module.to``.
+            kwargs: keyword arguments of ``torch.nn.Module.to``.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            TypeError, RuntimeError: for other arguments.
         """
         torch._C._nn._parse_to(*args, **kwargs)
         return self
