@@ -30,7 +30,7 @@ test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 # Without files that compile graphs, start processes or draw pictures.
 slow := graph/test_dynamo* api/test_parallel.py api/test_reshard.py api/test_trees.py planning/report/*
 quick: $(VENV)/.dev-ready ## tests of plans, masks, the CPU engine and calls: before a commit
-	$(pytest) tests/planning tests/masks tests/cpu tests/api $(foreach file,$(slow),--ignore-glob='*/$(file)') $(ARGS)
+	$(pytest) tests/planning tests/masks tests/cpu tests/graph tests/call tests/api $(foreach file,$(slow),--ignore-glob='*/$(file)') $(ARGS)
 
 scorecard: $(VENV)/.dev-ready ## the tests that prove the rows of docs/scorecard.md, and what was seen
 	$(pytest) -q -p tests.scorecard -m "bar and not nightly" $(ARGS)

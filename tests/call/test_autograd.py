@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 import tritoncp
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.call import autograd, engine_factory
-from tritoncp.call.record import Call
+from tritoncp.call.read import Call
 from tritoncp.mods import snapshot
 from tritoncp.reference.dense import dense_attention
 

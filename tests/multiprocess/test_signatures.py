@@ -17,7 +17,7 @@ from torch import Tensor
 import tritoncp
 from tests.multiprocess.ranks import attempt, run
 from tritoncp.call import plan_cache
-from tritoncp.call.signatures import MAX_SCALES
+from tritoncp.call.prepare import MAX_SCALES
 from tritoncp.distributed import collectives
 from tritoncp.masks import MaskMod
 from tritoncp.reference.dense import dense_attention

@@ -20,7 +20,7 @@ MODULES = {
     "planning": "tritoncp/planning",
     "masks": "tritoncp/masks",
     "distributed": "tritoncp/distributed",
-    "signatures": "tritoncp/call/signatures.py",
+    "prepare": "tritoncp/call/prepare.py",
     "plan_cache": "tritoncp/call/plan_cache.py",
     "chunking": "tritoncp/chunking",
     "kernels": "kernels",

@@ -41,6 +41,7 @@ OUTSIDE = {  # packages that a layer may import, besides the standard library
     "reference": {"torch"},
     "executor": {"torch", "triton", "numpy", "networkx"},
     "cpu": {"torch"},
+    "selection": {"torch", "triton"},
     "measured_tiles": {"torch", "filelock", "platformdirs"},
     "graph": {"torch"},
     "call": {"torch"},

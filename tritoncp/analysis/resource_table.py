@@ -117,7 +117,7 @@ def read_table(path: Path = TABLE) -> dict[str, Row]:
 
 def origin() -> dict[str, str]:
     """Return the origin of a whole table: Triton's version, and a hash of the kernels and rules of tiles
-    without comments and docstrings."""
+    without comments and docstrings. Every Python gives the same hash."""
     import triton
 
     parts = []
@@ -125,7 +125,7 @@ def origin() -> dict[str, str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and (_is_kernel(node) or path.name == "tile_rules.py"):
                 body = node.body[ast.get_docstring(node) is not None :]
-                parts.append(ast.dump(ast.Module([node.args, *body], [])))  # type: ignore[list-item]
+                parts.append(ast.unparse(ast.Module([node.args, *body], [])))  # type: ignore[list-item]
     return {"triton": triton.__version__, "kernels": hashlib.sha256(repr(parts).encode()).hexdigest()[:10]}
 
 

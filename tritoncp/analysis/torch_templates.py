@@ -3,6 +3,7 @@ candidate tiles."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,11 +111,14 @@ def candidates(template: str, arch: str, problem: Problem) -> Iterator[TemplateJ
     listing = (
         heuristic.get_flex_attn_fwd_configs if template == "forward" else heuristic.get_flex_attn_bwd_configs
     )
+    call: dict[str, Any] = {"head_dim": problem.dim, "dtype": torch.bfloat16}
+    if "seq_len" in inspect.signature(listing).parameters:  # since torch 2.14, forward
+        call["seq_len"] = problem.rows
     with mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITIES[arch]):
         with config.patch(max_autotune=False):
-            (default,) = listing(problem.dim, torch.bfloat16)
+            (default,) = listing(**call)
         with config.patch(max_autotune=True, max_autotune_flex_search_space="DEFAULT"):
-            tuned = listing(problem.dim, torch.bfloat16)
+            tuned = listing(**call)
     for choice in [default, *(choice for choice in tuned if choice != default)]:
         blocks = tuple(getattr(choice, field) for field in BLOCKS[template])
         sizes = blocks, choice.num_warps, choice.num_stages

@@ -10,7 +10,7 @@ from typing import Any, overload
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api.group_call import group_call
-from tritoncp.call import plan_cache, signatures
+from tritoncp.call import plan_cache, prepare
 from tritoncp.call.mask_source import Sources
 from tritoncp.call.validate import check_mesh, check_plannable
 from tritoncp.core.dynamo_boundary import host_only
@@ -150,7 +150,7 @@ def _make_plans(
         "call": fact("make_plan"),
         "versions": consistency.versions(),
         "options": fact(f"balancer={balancer!r}, {rest}"),
-        "mask": fact(lambda: "; ".join(map(signatures.mask_text, compact)), b"".join(digests)),
+        "mask": fact(lambda: "; ".join(map(prepare.mask_text, compact)), b"".join(digests)),
         "placement": fact(f"balancer={balancer!r}", b"".join(one.digest for one in built)),
     }
     return plans, facts, ()

@@ -1,7 +1,7 @@
 """Forward and backward pass of a call, their registered ops, and their autograd function.
 
 Each op is one whole pass: launches and collectives stay inside, so that neither step counts nor Work handles
-enter a graph. Outside of graphs a :class:`~tritoncp.call.record.Call` is passed to the passes directly; it is
+enter a graph. Outside of graphs a :class:`~tritoncp.call.read.Call` is passed to the passes directly; it is
 encoded as arguments of an op only where the dispatcher is needed.
 
 A pass, and the autograd function, take a list of calls: of one rank, or of all ranks of a simulated world.
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
-from tritoncp.call import signatures
 from tritoncp.call.engine_factory import engine_of, gradient_buffers, sum_gradients
-from tritoncp.call.record import CALL_SCHEMA, Call, OpArguments
+from tritoncp.call.prepare import compare_call
+from tritoncp.call.read import CALL_SCHEMA, Call, OpArguments
 from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.distributed.collectives import Requests
@@ -138,7 +138,7 @@ def _drive(
 def forward_pass(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Compute out, lse and, if requested, max_scores of each call. tensors: query, key and value of each."""
     if calls[0].group is not None:
-        signatures.compare_call(calls[0], *tensors[:3])
+        compare_call(calls[0], *tensors[:3])
     if len(calls) == 1:
         passes = [forward_schedule(calls[0], *tensors)]
     else:
@@ -273,7 +273,7 @@ def needs_autograd(tensors: Iterable[Tensor]) -> bool:
     return False
 
 
-def forward(calls: Sequence[Call | OpArguments], shards: Sequence[Tensor]) -> list[Tensor]:
+def attend(calls: Sequence[Call | OpArguments], shards: Sequence[Tensor]) -> list[Tensor]:
     """Run the forward pass of a rank's call, or of the calls of all ranks of a simulated world,
     differentiably; return out, lse and, if requested, max_scores of each.
 
@@ -320,7 +320,7 @@ def backward(calls: Sequence[Call | OpArguments], inputs: Sequence[BackwardInput
 def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
     """The Autograd kernel of the forward op."""
     refuse_transforms()
-    return list(forward([OpArguments(*arguments)], (q, k, v)))
+    return list(attend([OpArguments(*arguments)], (q, k, v)))
 
 
 def _backward_autograd(*args: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from tritoncp.call import call_mods
 from tritoncp.call.executable import MAX_LAUNCHES, Executable, caches_of
 from tritoncp.call.expand import ExpandingEngine
 from tritoncp.call.facts import EngineKey, Facts
-from tritoncp.call.record import Call
+from tritoncp.call.read import Call
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.environment import cpu_target, executed_target
 from tritoncp.core.log_lines import area_logger, log_decision

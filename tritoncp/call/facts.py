@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritoncp.call.executable import caches_of
 from tritoncp.call.expand import Expansion
-from tritoncp.call.record import Call
+from tritoncp.call.read import Call
 from tritoncp.core.records import fields_of
 from tritoncp.distributed.collectives import dtype_name
 from tritoncp.masks.mask_mod import MaskMod

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tritoncp.call import signatures
 from tritoncp.call.autograd import (
     BackwardInputs,
     backward_engine,
@@ -23,7 +22,8 @@ from tritoncp.call.autograd import (
     needs_autograd,
 )
 from tritoncp.call.engine_factory import engine_of, gradient_buffers, sum_gradients
-from tritoncp.call.record import CALL_SCHEMA, Call, OpArguments
+from tritoncp.call.prepare import compare_call
+from tritoncp.call.read import CALL_SCHEMA, Call, OpArguments
 from tritoncp.core.handles import object_of
 from tritoncp.distributed import failures
 from tritoncp.distributed.schedules import shared_keys
@@ -47,7 +47,7 @@ def _send_keys(k: Tensor, v: Tensor, backward: bool, *arguments: Any) -> Tensor:
     with failures.closing(written.group):
         whole = _plan(written.plan)
         if not backward:  # the forward pass has compared the call across ranks
-            signatures.compare_call(written.decode(k), k, k, v)
+            compare_call(written.decode(k), k, k, v)
         return shared_keys.send_keys(whole, k, v, written.group)
 
 

@@ -15,10 +15,11 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tritoncp.call import signatures, validate
+from tritoncp.call import prepare, validate
 from tritoncp.call.executable import MAX_CHECKED_CALLS, caches_of
 from tritoncp.call.mask_source import MaskState, RawMask, Sources
-from tritoncp.call.validate import ShardSizes, check_shard_lengths
+from tritoncp.call.read import Arguments
+from tritoncp.call.validate import CallKind, ShardSizes, check_shard_lengths
 from tritoncp.core.bounded_cache import OwnedState, TensorCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
@@ -27,6 +28,7 @@ from tritoncp.core.records import replace
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.masks.mask_mod import name_of
+from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.mods.user_code import describe
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.plan import Plan
@@ -54,6 +56,14 @@ _CACHES = OwnedState(lambda: TensorCache(MAX_PLANS, lambda entry: entry[0].nbyte
 _COUNTS = {"hits": 0, "misses": 0}
 plan_log, cache_log = area_logger("plan"), area_logger("cache")
 _WARNED: set[Any] = set()  # (name of a mask_mod, number of ranks) with a warning about uneven work
+
+
+def find_plan(call: Arguments, kind: CallKind) -> Plan:
+    """Return the plan of a checked call, and check that its shards lie in the plan's order."""
+    group, key = kind.ranks and kind.ranks(), kind if kind.is_kept else None
+    plan = plan_for(plain_mask(call.block_mask), kind.sizes, group, key, call.batch_offset)
+    validate.check_order(plan, call.positions)
+    return plan
 
 
 def plan_for(
@@ -154,7 +164,7 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
     def build() -> tuple[Plan, consistency.Compared, Sequence[int]]:
         digest = sources.digest() if group else b""
         result = plan_in_order(sources, sizes, lengths, kv_lengths, rank, digest)
-        mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)
+        mask_fact = fact(lambda: prepare.mask_text(result.mask), digest)
         return result, {"call": fact(call, b"building"), "mask": mask_fact}, ()
 
     result, _ = consistency.together(group, call, build)
@@ -166,7 +176,7 @@ def connect_new_plans(group: Any, plans: Iterable[Plan]) -> None:
     """Record that the group's ranks have compared new plans, and make its data communicator."""
     if group is None:
         return
-    table = signatures.table_of(group)
+    table = prepare.table_of(group)
     for one in plans:
         table.plans[one.identity] = True
     groups.connect_data(group)

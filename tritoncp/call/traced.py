@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tritoncp.call import plan_cache, validate
 from tritoncp.call.autograd import forward_op
+from tritoncp.call.read import Arguments
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import failures, groups
@@ -22,42 +23,41 @@ from tritoncp.graph.spec import encode_spec
 from tritoncp.kernels.options import check_options
 
 
-def attend_in_graph(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, mesh: Any, options: Any
-) -> list[Tensor]:
+def attend_in_graph(call: Arguments) -> list[Tensor]:
     """Trace one attention call into the graph, or run it on fake tensors; return out, lse, max_scores.
 
-    options: :class:`tritoncp.api.attention.Options`. Raises Uncapturable for a mod or mask that cannot be
-    part of a graph.
+    Raises Uncapturable for a mod or mask that cannot be part of a graph.
     """
-    world = place_in_group(mesh)[0]
-    options, value = options.with_expansion(query, key, value)
-    options.check(query, key, value)
-    key, value = validate.shared_batch(query, key, value)
+    world = place_in_group(call.mesh)[0]
+    call = validate.shared_batch(validate.check_arguments(call))
     captures: list[Tensor] = []
     numbers: list[int] = []
-    score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
-    tensors: list[Tensor] = []
-    ints: list[int] = []
-    expand, expansion = options.expand, None
+    score = None if call.score_mod is None else flatten_callable(call.score_mod, captures, numbers)
+    expand, expansion, key_sizes = call.expand, None, None
     if expand is not None:
         expansion = flatten_callable(((expand.fn, *expand.arguments), expand.autocast), captures, numbers)
-    scale, graph_scale = options.scale, None
-    if is_symbol(scale):
-        scale, graph_scale = 1.0, flatten_callable(scale, captures, numbers)
+        key_sizes = expand.sizes
+    scale, graph_scale = 1.0, None
+    if is_symbol(call.scale):
+        graph_scale = flatten_callable(call.scale, captures, numbers)
     else:
-        scale = options.scale_for(query)
-    kernel_options, graph_options = _split_options(options.kernel_options or {}, captures, numbers)
-    structure = flatten_callable(block_mask, tensors, ints)
-    sizes = [*validate.ShardSizes.of(query, key, expand)]
-    options_of_plan = sizes, structure, world, options.positions, options.batch_offset
-    plan = dispatch.run_on_values(plan_op, tensors, ints, *options_of_plan)
+        scale = validate.scale_of(call)
+    options, graph_options = _split_options(call.kernel_options or {}, captures, numbers)
+    plan = _find_in_graph(call, world)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
-    key_sizes = None if expand is None else expand.sizes
     inputs = graph_scale, graph_options
-    spec = _spec(score, wants, world, kernel_options, options.returns, expansion, key_sizes, *inputs)
-    captures = dispatch.as_inputs(captures)
-    return forward_op(query, key, value, captures, numbers, scale, plan, spec)
+    spec = _spec(score, wants, world, options, call.returns, expansion, key_sizes, *inputs)
+    return forward_op(*call[:3], dispatch.as_inputs(captures), numbers, scale, plan, spec)
+
+
+def _find_in_graph(call: Arguments, world: str) -> Tensor:
+    """Trace the op that finds the plan of a checked call; return its handle."""
+    tensors: list[Tensor] = []
+    ints: list[int] = []
+    structure = flatten_callable(call.block_mask, tensors, ints)
+    sizes = [*validate.ShardSizes.of(call.query, call.key, call.expand)]
+    arguments = sizes, structure, world, call.positions, call.batch_offset
+    return dispatch.run_on_values(plan_op, tensors, ints, *arguments)
 
 
 def _split_options(
@@ -77,7 +77,7 @@ def _split_options(
 
 @constant_result
 def _spec(score: str | None, wants: tuple[int, ...], world: str, options: dict[str, Any], *rest: Any) -> str:
-    """Encode the fields of a :class:`tritoncp.call.record.CallConstants`."""
+    """Encode the fields of a :class:`tritoncp.call.read.CallConstants`."""
     return encode_spec(score, wants, world, tuple(sorted(options.items())), *rest)
 
 

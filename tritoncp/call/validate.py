@@ -5,6 +5,7 @@ Each error message names the argument, the requirement and the remedy.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from tritoncp.call.executable import MAX_CHECKED_CALLS
 from tritoncp.call.expand import Expansion
+from tritoncp.call.read import Arguments
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import refuse_dtensor
 from tritoncp.distributed import groups
@@ -57,37 +61,75 @@ class ShardSizes(NamedTuple):
 
 
 class CallKind:
-    """The calls of one :func:`call_key`, without ``expand=``, whose tensors passed the checks. Kinds are
-    compared by identity.
+    """What calls have in common that are checked together. Kinds are compared by identity.
 
-    sizes: of their shards
+    sizes:        of their shards
     shares_batch: whether keys or values of batch 1 are for several queries
+    ranks:        weak reference to their process group; None: all ranks are in this process
+    is_kept:      whether later calls have this kind too, so that what is found for it is worth keeping
     """
 
-    __slots__ = "shares_batch", "sizes"
+    __slots__ = "is_kept", "ranks", "shares_batch", "sizes"
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.sizes, self.shares_batch = ShardSizes.of(q, k), not q.shape[0] == k.shape[0] == v.shape[0]
+    def __init__(self, call: Arguments, group: Any, is_kept: bool) -> None:
+        q, k, v = call[:3]
+        self.sizes = ShardSizes.of(q, k, call.expand)
+        self.shares_batch = not q.shape[0] == k.shape[0] == v.shape[0]
+        self.ranks, self.is_kept = group and weakref.ref(group), is_kept
+
+
+# Kinds of calls whose arguments passed the checks, by :func:`call_key`.
+_CHECKED_CALLS: BoundedCache[Any, CallKind] = BoundedCache(MAX_CHECKED_CALLS)
+
+
+def check_call(call: Arguments) -> tuple[Arguments, CallKind]:
+    """Refuse wrong arguments before a plan is made, for which ranks exchange their lengths; return the call,
+    with keys and values of the queries' batch size, and its kind. A call with the :func:`call_key` of an
+    earlier one is not checked again."""
+    group, kind = groups.group_of(call.mesh), None
+    key = None if call.expand is not None else call_key(call, group)  # parameters are read at each call
+    if key is not None:
+        kind = _CHECKED_CALLS.get(key)
+    if kind is None:
+        call = check_arguments(call)
+        kind = CallKind(call, group, key is not None)
+        if key is not None:
+            _CHECKED_CALLS.put(key, kind)
+    return (shared_batch(call) if kind.shares_batch else call), kind
+
+
+def check_arguments(call: Arguments) -> Arguments:
+    """Refuse wrong arguments of a call: all that no plan is needed for, but its scale, kernel options and
+    score_mod (:func:`tritoncp.call.prepare.prepare`). Returns it with the checked record of ``expand``, and
+    the value of a latent, which has zero channels."""
+    if call.expand is not None:
+        expansion = expansion_of(*call[:3], call.expand, call.enable_gqa)
+        call = call._replace(expand=expansion, value=call.key.detach()[..., :0])
+    check_aux(call.return_lse, call.return_aux)
+    if call.expand is None:
+        check_tensors(*call[:3], call.enable_gqa)
+    check_sinks(call.query, call.sinks)
+    return call
 
 
 _facts = attrgetter("shape", "dtype", "device", "layout")
 
 
-def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
+def call_key(call: Arguments, group: Any) -> Any:
     """Return a hashable key of all properties of a call that checks read, so that calls of equal keys need
-    one check per plan. None if sizes may be symbols. options: :class:`tritoncp.api.attention.Options`"""
-    sinks = options.sinks
-    for x in (q, k, v):
+    one check per plan. None if sizes may be symbols."""
+    q, k, v = shards = call[:3]
+    for x in shards:
         if type(x) is not Tensor or x.is_nested:
             return None
-    logits = None
+    logits, sinks = None, call.sinks
     if sinks is not None:
         if not isinstance(sinks, Tensor):
             return None
         logits = sinks.shape, sinks.dtype, sinks.device
-    flags = bool(options.enable_gqa), bool(options.return_lse), type(options.return_aux)
+    flags = bool(call.enable_gqa), bool(call.return_lse), type(call.return_aux)
     ranks = group and weakref.ref(group)
-    return _facts(q), _facts(k), _facts(v), logits, ranks, flags, options.batch_offset
+    return _facts(q), _facts(k), _facts(v), logits, ranks, flags, call.batch_offset
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
@@ -218,12 +260,20 @@ def _check_shard(name: str, x: Tensor, q: Tensor) -> None:
         )
 
 
-def shared_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def shared_batch(call: Arguments) -> Arguments:
     """Expand keys and values of batch 1 to the queries' batch, as torch does."""
-    batch = q.shape[0]
+    k, v, batch = call.key, call.value, call.query.shape[0]
     if k.shape[0] == batch == v.shape[0]:
-        return k, v
-    return k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)
+        return call
+    return call._replace(key=k.expand(batch, -1, -1, -1), value=v.expand(batch, -1, -1, -1))
+
+
+def scale_of(call: Arguments) -> float:
+    """Return the scale of scores: the argument, checked, or 1/sqrt(head dim) as in torch."""
+    if call.scale is None:
+        return 1 / math.sqrt(call.query.shape[3])
+    check_scale(call.scale)
+    return float(call.scale)
 
 
 def check_scale(scale: Any) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tritoncp.api.attention import Options, run_call, substitute_calls
+from tritoncp.api.attention import run_call, substitute_calls
 from tritoncp.call import plan_cache
+from tritoncp.call.read import Arguments
 from tritoncp.call.validate import ShardSizes
 from tritoncp.chunking.attention import prefixes
 from tritoncp.chunking.report import NO_ROWS, ChunkingError
@@ -183,19 +184,17 @@ class Calls:
         """Begin a chunk. uncut: tensors that all chunks read whole"""
         self.index, self.memory, self.numbers = index, UncutMemory(uncut), itertools.count()
 
-    def run_chunk(
-        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any,
-        options: Options,
-    ) -> list[Tensor]:  # fmt: skip
-        """Run attention of one chunk, with the arguments and results of `api.attention.run_call`."""
+    def run_chunk(self, call: Arguments) -> list[Tensor]:
+        """Run attention of one chunk, with the argument and results of `api.attention.run_call`."""
         if self.is_recorded:
             _refuse_checkpoint()
-        of_memory = self.memory.holds(query, key)
+        of_memory = self.memory.holds(call.query, call.key)
         self.memory.watches = False
         try:
             if not of_memory:
-                mask, key, value = self._cut(query, key, value, plain_mask(mask), mesh)
-            results = run_call(query, key, value, score_mod, mask, mesh, options)
+                plan, key, value = self._cut(*call[:3], plain_mask(call.block_mask), call.mesh)
+                call = call._replace(block_mask=plan, key=key, value=value)
+            results = run_call(call)
         finally:
             self.memory.watches = True
         return self.memory.add(results) if of_memory else results

@@ -91,7 +91,7 @@ def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
 
 
 def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
-    """Return an attention's arguments besides its tensors: :class:`tritoncp.call.record.OpArguments`."""
+    """Return an attention's arguments besides its tensors: :class:`tritoncp.call.read.OpArguments`."""
     own: Any = node.args
     return map_arg(own[attention.places(node)["captures"] :], rewrite.whole_node)
 

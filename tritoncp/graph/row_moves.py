@@ -166,7 +166,8 @@ def check_batch(x: Tensor, call: RowMove, batch: int) -> None:
 
 def as_bytes(rows: Tensor) -> Tensor:
     """View rows [n, ...] as bytes [n, bytes of a row], which every backend sends."""
-    return rows.view(len(rows), rows.shape[1:].numel()).view(torch.uint8)
+    # By one dimension: one of size 1 may have any stride in a contiguous tensor, and a view as bytes may not.
+    return rows.view(-1).view(torch.uint8).view(len(rows), rows.shape[1:].numel() * rows.element_size())
 
 
 def from_bytes(sent: Tensor, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Signatures of calls: the settings that must be equal on all ranks, compared at the first call with them.
+"""Preparation of a call: its record, after the checks that need its plan, and its comparison between ranks.
 
 Once for each group and signature the ranks compare dtype, heads, lengths, scale, options and the structure of
 mods and mask, on the host; later calls cost a look-up. Contents of tensors and captured numbers are compared
@@ -14,23 +14,47 @@ from typing import Any
 
 from torch import Tensor
 
-from tritoncp.call.facts import DIGITS, Facts, form_of
-from tritoncp.call.record import Call
+from tritoncp.call import call_mods, validate
+from tritoncp.call.facts import DIGITS, Facts, form_of, with_facts
+from tritoncp.call.read import Arguments, Call
+from tritoncp.call.validate import CallKind
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState
 from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.collectives import dtype_name
 from tritoncp.distributed.consistency import fact
+from tritoncp.kernels.options import check_options
+from tritoncp.kernels.tile_rules import architecture
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.mods import Mod
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.mods.user_code import describe, origin
+from tritoncp.planning.plan import Plan
 
 MAX_SIGNATURES = 1024  # signatures and plans per group
 MAX_SCALES = 16  # values of scale that are compared per signature; further values are not
 MAX_VALUE = 100  # characters of a captured value in a message
 CALL = "flex_attention"
 SCALE = Facts._fields.index("scale")
+
+
+def prepare(arguments: Arguments, plan: Plan, kind: CallKind | None = None) -> Call:
+    """Make the record of a call of this plan, after the checks of its kernel options, score_mod and scale,
+    with its facts if they are kept. kind: of the checked call; None: of a simulated world"""
+    query, options = arguments.query, arguments.kernel_options
+    if options:
+        check_options(options, architecture(query.device))
+    score: Mod | None = None
+    tensors: Sequence[Tensor] = ()
+    if arguments.score_mod is not None:
+        score, tensors = call_mods.translate_score(arguments.score_mod, query.dtype, query.device)
+    group = kind and kind.ranks and kind.ranks()
+    call = Call(
+        plan, score, validate.scale_of(arguments), group, tuple(sorted(options.items())) if options else (),
+        arguments.returns, arguments.expand, tensors,
+    )  # fmt: skip
+    return with_facts(call, kind, *arguments[:3]) if kind and kind.is_kept else call
 
 
 class Table:

@@ -1,24 +1,125 @@
-"""The record of one checked attention call, and its encoding as arguments of the registered ops."""
+"""The records of one call: its arguments as passed, the checked call, and its encoding as arguments of the
+registered ops."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from tritoncp.call import call_mods
 from tritoncp.call.expand import Expansion
+from tritoncp.call.sinks import with_sinks
 from tritoncp.core.handles import handle_of, object_of
 from tritoncp.core.host_copy import on_host
+from tritoncp.distributed import groups
 from tritoncp.graph.spec import decode_spec, encode_spec
 from tritoncp.kernels.options import check_options
+from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
 from tritoncp.planning.plan import Plan
 
 if TYPE_CHECKING:
     from tritoncp.call.facts import Facts  # late: it imports this module
+
+MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call of `flex_attention`, as they were passed but sorted (:func:`sort_arguments`).
+    A check, :func:`tritoncp.call.validate.check_arguments`, replaces ``expand`` by its record."""
+
+    query: Any
+    key: Any
+    value: Any
+    score_mod: Any = None
+    block_mask: Any = None
+    mesh: Any = None
+    scale: float | None = None
+    enable_gqa: bool = False
+    return_lse: bool = False
+    kernel_options: dict[str, Any] | None = None
+    return_aux: AuxRequest | None = None
+    positions: Tensor | None = None
+    sinks: Tensor | None = None
+    batch_offset: int | None = None
+    expand: Any = None
+
+    @property
+    def returns(self) -> tuple[str, ...]:
+        """Names of the requested results besides out."""
+        aux, sinks = self.return_aux, ("sinks",) * (self.sinks is not None)
+        if aux is None:
+            return ("lse", *sinks) if self.return_lse else sinks
+        return ("lse",) * (self.return_lse or aux.lse) + ("max_scores",) * aux.max_scores + sinks
+
+    def results(self, outs: Sequence[Tensor]) -> Any:
+        """Return the requested results, sinks included: out, (out, lse) or (out, AuxOutput)."""
+        out, lse, *tops = outs
+        if self.sinks is not None:
+            out, lse = with_sinks(out, lse, self.sinks, bool((self.kernel_options or {}).get("invariant")))
+        if (aux := self.return_aux) is not None:
+            return out, AuxOutput(lse=lse if aux.lse else None, max_scores=tops[0] if tops else None)
+        return (out, lse) if self.return_lse else out
+
+
+def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any, Any]:
+    """Return (score_mod, block_mask, mesh) from the fourth and fifth argument and mesh=: calls are
+    ``(q, k, v, block_mask, mesh)`` or torch's ``(q, k, v, score_mod, block_mask, mesh=mesh)``."""
+    if type(score_mod) is not FunctionType and isinstance(score_mod, MASKS):
+        if block_mask is None:
+            return None, score_mod, mesh
+        if isinstance(block_mask, MASKS):
+            raise TypeError(
+                "block_mask: the fourth and the fifth argument are both masks; pass one of them (a score_mod "
+                "is the fourth argument)"
+            )
+        if mesh is not None:
+            raise TypeError("mesh is both the fifth argument and mesh=: pass one of them")
+        return None, score_mod, block_mask
+    if callable(score_mod):
+        if not torch.compiler.is_dynamo_compiling():  # would recompile for every function
+            call_mods.check_score_mod(score_mod)
+    elif score_mod is not None:
+        raise TypeError(
+            f"score_mod, the fourth argument, is a {type(score_mod).__name__}; a score_mod, a mask or a Plan "
+            f"is needed{_hint(score_mod)}"
+        )
+    if block_mask is None or isinstance(block_mask, MASKS):
+        return score_mod, block_mask, mesh
+    if callable(block_mask):
+        raise TypeError(
+            "block_mask is a function; a mask is needed: make it with create_block_mask(mask_mod, B, H, "
+            "Q_LEN, KV_LEN)"
+        )
+    if isinstance(block_mask, Tensor):
+        raise TypeError(f"block_mask is a Tensor; a mask or a Plan is needed{_hint(block_mask)}")
+    if score_mod is not None:
+        raise TypeError(
+            f"block_mask, after a score_mod, is a {type(block_mask).__name__}; a mask or a Plan is needed: "
+            "pass a mesh by name, mesh=..."
+        )
+    if not groups.is_mesh(block_mask):
+        raise TypeError(
+            f"block_mask, the fifth argument, is a {type(block_mask).__name__}; a mask, a Plan or a mesh is "
+            f"needed{_hint(block_mask)}"
+        )
+    return None, None, block_mask
+
+
+def _hint(argument: Any) -> str:
+    """Return the end of an error about an argument that is no mask: how to get one."""
+    if isinstance(argument, Mapping):
+        return f": pass the value of this layer, of {', '.join(map(repr, argument))}"
+    if isinstance(argument, Tensor):
+        return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
+    return ""
 
 
 class Call(NamedTuple):
