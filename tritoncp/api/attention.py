@@ -25,7 +25,7 @@ from tritoncp.distributed.groups import Mesh, place_in_group
 from tritoncp.graph import dispatch
 from tritoncp.graph.layouts import Uncapturable
 
-ScoreMod = Callable[..., Tensor] | MaskLike | None  # a mask may be in its place
+ScoreMod = Callable[..., Tensor] | MaskLike | None  # or a mask, as the fourth argument
 
 
 class KeywordOptions(TypedDict, total=False):
@@ -185,7 +185,7 @@ def flex_attention(
 
 @untraced
 def run_call(call: Arguments) -> list[Tensor]:
-    """Run one call, in the graph that Dynamo traces or on the host; return out, lse, max_scores."""
+    """Run one call, in the graph that Dynamo traces or on the host. Returns out, lse, max_scores."""
     if torch._C._is_any_autocast_enabled():
         query, key, value = dispatch.cast_for_autocast(*call[:3])
         call = call._replace(query=query, key=key, value=value)

@@ -102,7 +102,7 @@ def _move(
     xs: Sequence[Tensor], place: tuple[str, int, int], source: Any, target: Any, dim: int, side: str,
     batch_dim: int | None, pad: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Move the shards ``xs`` of the ranks from that of ``place`` on, after checks. place: see
+    """Move the shards ``xs`` of the ranks that begin with the rank of ``place``, after checks. place: see
     :func:`tritoncp.api.group_call.place_in_group`"""
     world, world_size, first_rank = place
     check_side(side)
@@ -132,8 +132,8 @@ def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
 
 
 def _lengths(plan: Any, other: Any, side: str, world_size: int) -> Sequence[int]:
-    """Return the length of each rank's shard: by ``plan``, or if it is None in natural order, for the
-    sequence of the ``other`` plan."""
+    """Return the length of each rank's shard: by ``plan``; if it is None, in natural order for the sequence
+    of the ``other`` plan."""
     length = (other if plan is None else plan).side(side).length
     if other is not None and other.side(side).length != length:
         raise ValueError(
@@ -215,8 +215,8 @@ def _check_grad(x: Tensor, grad: str | None) -> None:
 
 
 def _length_in_order(x: Tensor, dim: int, place: tuple[str, int, int]) -> int:
-    """Return the length of the sequence whose even pieces, in order, the ranks hold: their sum (collective).
-    Raises ValueError on all ranks for other pieces."""
+    """Return the length of the sequence, if the shards are even pieces of it in order (collective). Raises
+    ValueError on all ranks for other pieces."""
     world, rows = place[0], x.shape[dim]
     if not world:
         return rows

@@ -112,7 +112,7 @@ def _roll(
     xs: Sequence[Tensor], place: tuple[str, int, int], plan: Plan, shift: Any, dim: int, documents: Any,
     batch_dim: int | None, pad: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Shift the shards ``xs`` of the ranks from that of ``place`` on, after checks. place: see
+    """Shift the shards ``xs`` of the ranks that begin with the rank of ``place``, after checks. place: see
     :func:`tritoncp.api.group_call.place_in_group`"""
     world, _, first_rank = place
     shift = as_int("shift", shift)
@@ -136,8 +136,8 @@ _SHIFTS = TensorCache(64)
 
 
 def _find_shift(plan: Plan, documents: Any, shift: int) -> Shift:
-    """Return, cached, the shift of a plan's rows within documents."""
-    slots = plan.q.slots[0]  # a tensor of one placement, never edited: the cache's key
+    """Return the shift of a plan's rows within documents, from a cache."""
+    slots = plan.q.slots[0]  # a tensor of the placement, never edited: the cache's key
     key: Any = id(slots), shift
     tensors = [slots]
     if isinstance(documents, Tensor):

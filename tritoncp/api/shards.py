@@ -78,8 +78,8 @@ def cut(
     x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str = "q",
     batch_dim: int | None = 0, pad: float | int | bool = 0, mesh: Mesh | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the shard of the rank of ``place`` after checks. place: of :func:`place_in_group`; mesh: of a
-    DTensor"""
+    """Return the shard of the rank of ``place`` after checks. place: result of :func:`place_in_group`; mesh:
+    mesh for DTensors"""
     placement, rank = placement_of(x, plan_or_mask, place, dim, side)
     check_rows_along(x, dim, placement.length, "a global tensor")
     check_pad(x, pad)
@@ -93,9 +93,9 @@ def cut(
 def placement_of(
     x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str, length: int | None = None
 ) -> tuple[Placement, int]:
-    """Check the arguments of `shard`; return (placement of tokens, this rank): of a Plan, or natural order
-    for a raw mask. place: of :func:`place_in_group`. length: of the sequence, where the mask has none; None:
-    that of x"""
+    """Check the arguments of `shard`; return (placement of tokens, this rank): the placement of a Plan, or
+    natural order for a raw mask. place: result of :func:`place_in_group`. length: length of the sequence if
+    the mask has none; None: the length of x"""
     world, world_size, rank = place
     check_dim(x, dim)
     if isinstance(plan_or_mask, Plan):
@@ -109,8 +109,8 @@ def placement_of(
 
 
 def has_lengths(plan_or_mask: Any) -> bool:
-    """Return whether a plan or mask has the lengths of its sequence, which a closed form and None have not.
-    Raises TypeError for anything else."""
+    """Return whether a plan or mask has the lengths of its sequence; a closed form and None do not. Raises
+    TypeError for anything else."""
     if plan_or_mask is None or isinstance(plan_or_mask, MaskMod):
         return False
     if not isinstance(plan_or_mask, BlockMask | Mask | Plan):
@@ -162,7 +162,7 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
 
 
 def batch_error(rows: int, placed: int) -> ValueError:
-    """Return the error of documents of so many batch rows, where the plan places ``placed`` rows."""
+    """Return the error of documents of ``rows`` batch rows if the plan places ``placed`` rows."""
     return ValueError(
         f"documents has {rows} batch rows, and the plan places {placed}; pass the documents of the batch "
         "that the plan was made for"

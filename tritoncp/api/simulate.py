@@ -231,7 +231,7 @@ class World:
         call = prepare(first, plan)
         calls = [call._replace(plan=call.plan.for_rank(rank)) for rank in range(self.world_size)]
         shards = [one[:3] for one in passed]
-        if dispatch.is_traced(first.query):  # shapes alone, for which nothing is sent
+        if dispatch.is_traced(first.query):  # only shapes are computed, and nothing is sent
             parts = [_trace_call(call, *shard) for call, shard in zip(calls, shards, strict=True)]
         else:
             flat = autograd.attend(calls, [x for shard in shards for x in shard])

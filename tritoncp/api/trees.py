@@ -20,15 +20,16 @@ from tritoncp.masks.prefix_tree import Tree, as_host_tensor
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.shifts import token_ancestors
 
-NUMBERS = "a list of numbers or a tensor [tokens]"  # what a trajectory is, and its weights
+NUMBERS = "a list of numbers or a tensor [tokens]"  # the type of a trajectory, and of its weights
 
 
 class TreeEdges(NamedTuple):
     """Rows and labels for the loss of one rank: an edge joins a token to a token that follows it on a path.
 
     ``(logits.logsumexp(-1)[rows] - logits[rows, labels]) * weights``, summed over edges and ranks, is the
-    loss; logits: [S_local, vocabulary], or [B * S_local, vocabulary]. Every rank has as many edges as the
-    rank with the most, or none if it holds no rows. Padding comes last: row, label and weight 0, target -1.
+    loss; logits: [S_local, vocabulary], or [B * S_local, vocabulary]. Every rank has the same number of
+    edges, the max over ranks, or none if it has no rows. Padding comes last: row, label and weight 0, target
+    -1.
     """
 
     rows: Tensor  # int64 [E]: local row b * S_local + i of the edge's source

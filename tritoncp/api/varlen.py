@@ -244,7 +244,7 @@ _PLACEMENTS = TensorCache(64)
 
 def _cached_placement(cu_seqlens: Tensor, world: int, is_merged: bool) -> tuple[Placement, Tensor]:
     """Return the placement of dual-chunk order and its handle, cached by tensor object and version; a miss
-    copies cu_seqlens to the host. is_merged: one process holds all ranks' shards."""
+    copies cu_seqlens to the host. is_merged: one process has all ranks' shards."""
     key = id(cu_seqlens), world, is_merged
     cached: tuple[Placement, Tensor] | None = _PLACEMENTS.find(key, [cu_seqlens])
     if cached is None:
@@ -258,7 +258,7 @@ def _cached_placement(cu_seqlens: Tensor, world: int, is_merged: bool) -> tuple[
 
 def dual_chunk_placement(cu_seqlens: Tensor, world: int) -> Placement:
     """Place the rows of a packed buffer in dual-chunk order: every document is cut into 2 W chunks; rank r
-    holds chunks r and 2 W - 1 - r.
+    has chunks r and 2 W - 1 - r.
 
     >>> placement = dual_chunk_placement(torch.tensor([0, 4, 12]), 2)
     >>> [placement.positions(rank).tolist() for rank in (0, 1)]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable
 from tritoncp.core.bounded_cache import BoundedCache
 
 MAX_DECISIONS = 4096
-_LOGGED: BoundedCache[Hashable, bool] = BoundedCache(MAX_DECISIONS)  # decisions that were logged at INFO
+_LOGGED: BoundedCache[Hashable, bool] = BoundedCache(MAX_DECISIONS)  # decisions already logged at INFO
 _rank_name: Callable[[], str] = str  # names the rank of this process; "" if it has none
 
 

@@ -479,8 +479,8 @@ def create_block_mask(
 
     Raises:
         ValueError: for lengths or sizes out of range, and for a closed form of another number of batch rows.
-        TypeError: for a mask_mod that is not a function, and for sizes that are not ints.
-        RuntimeError: for a mask_mod that reads state of a kind that cannot be checked for changes.
+        TypeError: for a mask_mod that is not a function or captures a DTensor, and for sizes that are not
+            ints.
     """
     _check_function(mask_mod)
     captured_state(mask_mod)  # refuses state that no mask can have
