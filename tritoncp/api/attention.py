@@ -153,8 +153,7 @@ def flex_attention(
 
     Raises:
         TypeError: An argument is of another type; before any tensor data moves, as ValueError is.
-        ValueError: Shapes, dtypes, devices, options, masks or plans do not fit each other or those of other
-            ranks.
+        ValueError: Shapes, dtypes, devices, options, masks or plans do not fit each other or other ranks'.
         RuntimeError: State that the mask_mod reads has changed since the mask was made, another rank
             failed, or a transform of ``torch.func`` is applied.
 

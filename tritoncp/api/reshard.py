@@ -1,4 +1,5 @@
-"""`reshard`, from shards of one plan to those of another, and `unshard`, from shards to the global tensor."""
+"""`reshard`, from shards of one plan to shards of another, and `unshard`, from shards to the global
+tensor."""
 
 from __future__ import annotations
 

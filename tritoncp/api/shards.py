@@ -189,7 +189,7 @@ def positions_within(documents: Any, length: int) -> Tensor:
     if intervals is None:
         raise ValueError(
             "documents: a document is not contiguous; for positions within documents, give each contiguous "
-            "piece an index of its own"
+            "piece a separate index"
         )
     return torch.arange(length) - intervals[0][:, 0]
 

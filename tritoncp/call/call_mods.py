@@ -52,7 +52,7 @@ def check_score_mod(fn: Any) -> None:
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
-        return  # a jit function or a builtin: its own translation checks it
+        return  # a jit function or a builtin, which is checked when it is translated
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p for p in parameters if p.kind in places and p.default is inspect.Parameter.empty]
     if len(needed) == 4 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):

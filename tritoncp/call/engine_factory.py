@@ -109,7 +109,7 @@ def engine_of(
 
 
 def _why_new(key: EngineKey, known: Iterable[EngineKey]) -> str:
-    """Describe by which fields a new key differs from the most similar one of the same pass."""
+    """Describe in which fields a new key differs from the closest key of the same pass."""
     same_pass = [other for other in known if len(other.layouts) == len(key.layouts)]
     differences = min((other.difference(key) for other in same_pass), key=len, default={})
     return "".join([f"; {text}" for text in differences.values()])
@@ -166,7 +166,7 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     if own_gradients and score.wants and grads:
         raise NotImplementedError(
             f"score_mod calls {', '.join(own_gradients)}, an autograd.Function, and captures a tensor that "
-            "requires grad, for which the CPU engine supports torch's own derivatives alone: write a custom "
+            "requires grad, for which the CPU engine supports only torch's derivatives: write a custom "
             "gradient with detach(), as x + (f(x) - x).detach(), or run on a GPU"
         )
 

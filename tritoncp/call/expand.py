@@ -160,7 +160,8 @@ class ExpandedStep(NamedTuple):
         return step._replace(k=key, v=value)
 
     def gradients(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compute the gradients of the leaves from those of keys and values; zeros for an unused leaf."""
+        """Compute the gradients of the leaves from the gradients of keys and values; zeros for an unused
+        leaf."""
         # A view that the function made under no_grad claims to require grad, but has no derivative.
         pairs = [
             (x, grad.to(x.dtype))

@@ -122,7 +122,7 @@ class Sources:
         if getattr(self.mod, "__name__", "") == "_sliced_mask_mod_error":
             raise ValueError(
                 "block_mask is a slice of a BlockMask, and torch drops the mask_mod of a slice: pass the "
-                "global mask, of which each rank selects its own rows"
+                "global mask, from which each rank selects its rows"
             )
         # Lists and captures on devices are read from their host copies.
         with TensorReplacement(self.host_copies) if self.host_copies else nullcontext():

@@ -173,7 +173,7 @@ class Call(NamedTuple):
 
     @property
     def captures(self) -> Sequence[Tensor]:
-        """The tensors that the score_mod captures, then those of ``expand``."""
+        """The tensors that the score_mod captures, then the tensors of ``expand``."""
         own = self.score_tensors
         return own if self.expand is None else (*own, *self.expand.tensors)
 

@@ -72,7 +72,7 @@ class BoundedCache(Generic[K, V]):
         return entry.value
 
     def put(self, key: K, value: V) -> V:
-        """Store a value, evict the least recently used ones, and return the value."""
+        """Store a value, evict values that were not used for the longest time, and return the value."""
         removed: list[Any] = []  # freed without the lock, since they may free others
         with self._lock:
             used = next(self._clock)

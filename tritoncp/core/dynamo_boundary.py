@@ -55,7 +55,7 @@ def traced_copy(fn: Function) -> Function:
 
 
 def untraced(fn: Function) -> Function:
-    """Mark a function so that Dynamo skips its frames and those of its callees, when Python calls it. When
+    """Mark a function so that Dynamo skips its frames and its callees' frames when Python calls it. When
     Dynamo traces the caller, it traces the function too."""
     function: Any = fn
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

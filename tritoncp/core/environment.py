@@ -93,7 +93,7 @@ DEBUG = Variable("TRITONCP_DEBUG")
 OFFLINE_LOG = Variable("TRITONCP_OFFLINE_LOG")
 UNSAFE_FUSED = Variable("TRITONCP_UNSAFE_FUSED")
 VARIABLES = {one.name: one for one in (AUTOTUNE, CHECK, CONFIG_DIR, DEBUG, OFFLINE_LOG, UNSAFE_FUSED)}
-# Variables of other packages, besides all those of Triton, torch and NCCL.
+# Variables of other packages, besides all variables of Triton, torch and NCCL.
 OF_OTHERS = ("GLOO_SOCKET_IFNAME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 

@@ -22,7 +22,7 @@ from tritoncp.core.host_copy import has_saved_tensor_hooks, normal_tensors
 
 _SPAN = 1 << 62  # modulus of the numbers of all processes
 _STEP = 0x1E3779B97F4A7C15  # odd, so that no number comes twice; large: a sum with a handle names no object
-_STARTS: list[int] = []  # of this process, after those of the processes that it was forked from
+_STARTS: list[int] = []  # of this process, and before it of the processes that it was forked from
 _MOST = 1 << 40  # objects of a process
 _NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # Objects by number, while something keeps them: objects named by `stand_for`, and by `handle_of`.

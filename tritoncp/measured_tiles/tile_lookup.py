@@ -1,6 +1,6 @@
 """Look-up of measured tile shapes for a call, in the table of its device.
 
-Every rank reads the files of its own host: tile shapes change no messages, and results only by rounding.
+Every rank reads the files of its host: tile shapes change no messages, and results only by rounding.
 """
 
 from __future__ import annotations

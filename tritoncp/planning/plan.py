@@ -54,7 +54,7 @@ class Plan(BlockMaskInterface):
     heads:    number of query heads of the layer, if a call has only part of them; else 0
     mask_digest: digest of the mask's code and values, if ranks may have to compare it
     first_row: index in the batch of this plan's batch row 0, see :meth:`batch_rows`
-    whole:    identity of the plan of which this is a part, if ranks compare it
+    whole:    identity of the whole plan if this is a part of it, for ranks to compare
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     derived:  tables that follow from the mask and the placements
     """
