@@ -47,6 +47,8 @@ html_theme_options = {
     "footer_icons": [{"name": "Repository", "url": REPOSITORY, "html": "Repository", "class": ""}],
 }
 html_title = f"tritoncp {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_show_copyright = False
 

@@ -138,6 +138,17 @@ def test_rows_of_every_dtype_move_with_their_bits(dtype: torch.dtype) -> None:
         assert same_bits(world.unshard(moved, target, dim=1), x)
 
 
+def test_rows_of_one_value_move() -> None:
+    """[1, S]: rows first, its dimension of size 1 has the stride S and is contiguous."""
+    x, one = torch.randn(1, S), plans_of_ranks(2)[0]
+
+    def work(group: Any) -> bool:
+        plan = one.pinned().for_rank(group.rank())
+        return torch.equal(unshard(shard(x, plan, dim=1), plan, group, dim=1), x)
+
+    assert ranks.run(2, work) == [True, True]
+
+
 def test_rows_of_every_dtype_move_between_real_ranks() -> None:
     xs = {dtype: rows_of(dtype)[:2] for dtype in dtypes()}
 
@@ -176,7 +187,7 @@ def test_moves_are_computed_once_for_a_pair() -> None:
     world = tritoncp.simulate(4)
     plan = world.make_plan(tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=4))
     shards = world.shard(torch.randn(64), plan, dim=0)
-    with mock.patch("tritoncp.ops.reshard.moves_between", wraps=moves.moves_between) as computed:
+    with mock.patch("tritoncp.graph.reshard.moves_between", wraps=moves.moves_between) as computed:
         for _ in range(3):
             reshard([x.clone() for x in shards], plan, None, world, dim=0)
             reshard(shards, plan.for_rank(2), None, world, dim=0)

@@ -27,7 +27,7 @@ import torch
 import torch._dynamo  # before a fork: each rank would load it anew, for seconds
 import torch.distributed as dist
 
-from tritoncp.core.process_environment import use_loopback_interface
+from tritoncp.core.processes import use_loopback_interface
 
 if not torch.cuda.is_available():
     # The first backward pass of a process starts a thread for each device, and its forks may then run none. A

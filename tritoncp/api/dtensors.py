@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 
-from tritoncp.api import dynamo
+from tritoncp.call.read import Arguments
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.host_copy import is_dtensor
 from tritoncp.distributed import groups
+from tritoncp.graph import handle_ops
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
@@ -34,30 +35,22 @@ BATCH, HEADS, SEQUENCE = 0, 1, 2  # dimensions of a query
 Part = tuple[int, int]  # (index of this rank's part of a dimension, number of parts)
 
 
-class LocalCall(NamedTuple):
-    """A call on the local parts of DTensors. arguments: of :func:`tritoncp.api.attention.run_call`, the last
-    are the options. like: the query, whose mesh and placements the results get"""
-
-    arguments: tuple[Any, ...]
-    like: Any
-
-    def as_dtensors(self, results: Any) -> Any:
-        """Return results, in any container, as DTensors."""
-        return tree_map_only(Tensor, functools.partial(_as_dtensor, self.like), results)
+def as_dtensors(results: Any, like: Any) -> Any:
+    """Return results, in any container, as DTensors with the mesh and placements of ``like``."""
+    return tree_map_only(Tensor, functools.partial(_as_dtensor, like), results)
 
 
 def _as_dtensor(like: Any, x: Tensor) -> Tensor:
     return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False)
 
 
-def localize(
-    query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, mesh: Any, options: Any
-) -> LocalCall:
-    """Return the call on the local parts of DTensors. options: :class:`tritoncp.api.attention.Options`.
+def localize(call: Arguments) -> Arguments:
+    """Return the call on the local parts of DTensors.
 
     Raises TypeError for plain tensors beside DTensors, ValueError for placements whose parts need each other.
     """
-    if options.expand is not None or not all(map(is_dtensor, (query, key, value))):
+    query, key, value, score_mod, block_mask, mesh = call[:6]
+    if call.expand is not None or not all(map(is_dtensor, (query, key, value))):
         raise TypeError(
             "query, key, value or sinks are DTensors, others plain tensors or None: pass DTensors over one "
             "mesh, or the local part of each, x.to_local() (with expand= too)"
@@ -80,10 +73,11 @@ def localize(
             score_mod = functools.partial(score_of_head, score_mod, heads[0] * count)
     if rows[1] > 1:
         first = rows[0] * local[0].shape[BATCH]
-        options = options._replace(batch_offset=first + (options.batch_offset or 0))
-    if options.sinks is not None:
-        options = options._replace(sinks=_local_sinks(options.sinks, query, heads[1] > 1))
-    return LocalCall((*local, score_mod, block_mask, mesh, options), query)
+        call = call._replace(batch_offset=first + (call.batch_offset or 0))
+    if call.sinks is not None:
+        call = call._replace(sinks=_local_sinks(call.sinks, query, heads[1] > 1))
+    q, k, v = local
+    return call._replace(query=q, key=k, value=v, score_mod=score_mod, block_mask=block_mask)
 
 
 @constant_result
@@ -176,7 +170,7 @@ def mask_of_heads(mask: Any, first: int, count: int) -> Any:
         if not mask.mask.reads[1] and mask.mask.H == 1:
             return mask
         if torch.compiler.is_dynamo_compiling():
-            return TracedMask(dynamo.view_op(mask.handle, first, count, -1))
+            return TracedMask(handle_ops.view_op(mask.handle, first, count, -1))
         return mask.of_heads(first, count)
     by_head = isinstance(mask, BlockMask | Mask) and mask.shape[1] > 1
     if by_head or (isinstance(mask, Mask | MaskMod) and mask.reads[1]):

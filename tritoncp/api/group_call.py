@@ -36,7 +36,7 @@ def group_call(fn: Function) -> Function:
                         continue  # since torch 2.14 Dynamo does not trace checks of tensors for these classes
                     # Under Dynamo isinstance(group, A | B) is False for a group.
                     if isinstance(x, dist.ProcessGroup) or isinstance(x, dist.DeviceMesh):  # noqa: SIM101
-                        stop_traced_call(place_in_group(x)[0], type(error).__name__)
+                        stop_traced_call(groups.place_in_group(x)[0], type(error).__name__)
                 raise
             wrong = unexpected_keyword(fn, kwargs) if isinstance(error, TypeError) else None
             for group in _groups_of(arguments):
@@ -48,13 +48,6 @@ def group_call(fn: Function) -> Function:
     copy: Any = traced_copy(call)
     copy.__wrapped__, call.__wrapped__ = fn, copy
     return call  # type: ignore[return-value]
-
-
-@constant_result
-def place_in_group(mesh: Any) -> tuple[str, int, int]:
-    """Return (group name, world size, rank) of a mesh: constants of a graph under Dynamo."""
-    group = groups.group_of(mesh)
-    return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
 
 
 @constant_result

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tritoncp.api import dynamo
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.dtensors import mask_of_heads, score_of_head
 from tritoncp.api.group_call import group_call
 from tritoncp.api.keywords import INSTEAD, advice
 from tritoncp.core.dynamo_boundary import constant_result
+from tritoncp.graph import handle_ops
 from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.planning.plan import Plan
@@ -181,7 +181,7 @@ def resolve_mask(mask: Any, plan: Any, is_causal: bool | None) -> Any:
         return causal() if is_causal else None
     if isinstance(mask, Plan):
         if torch.compiler.is_dynamo_compiling():
-            return TracedMask(dynamo.view_op(mask.handle, 0, 0, int(is_causal)))
+            return TracedMask(handle_ops.view_op(mask.handle, 0, 0, int(is_causal)))
         return mask.of_sdpa(bool(is_causal))
     if is_causal:
         raise ValueError(

@@ -43,12 +43,12 @@ def create_block_mask(
     """
     inside = torch.compiler.is_dynamo_compiling()
     if inside or torch._C._len_torch_dispatch_stack():
-        from tritoncp.api import dynamo  # late: it imports every layer, and masks need few
+        from tritoncp.graph import handle_ops  # late: masks need few of the modules that it imports
 
-        if not inside and not dynamo.depends_on_inputs(mask_mod, (B, H, Q_LEN, KV_LEN)):
+        if not inside and not handle_ops.depends_on_inputs(mask_mod, (B, H, Q_LEN, KV_LEN)):
             return mask.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
         try:
-            return dynamo.trace_block_mask(mask_mod, (B, H, Q_LEN, KV_LEN), device, BLOCK_SIZE)  # type: ignore
+            return handle_ops.trace_block_mask(mask_mod, (B, H, Q_LEN, KV_LEN), device, BLOCK_SIZE)  # type: ignore
         except TypeError as error:  # the mask_mod cannot be part of the graph
             if not inside:
                 raise

@@ -11,17 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tritoncp.api import dynamo
 from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, run_inner_attention
 from tritoncp.api.keywords import advice
 from tritoncp.api.plans import MaskLike
-from tritoncp.ops.autograd import forward_op
-from tritoncp.ops.graph.key_exchange import send_keys_op
-from tritoncp.ops.reshard import reshard_op
-from tritoncp.ops.roll import roll_op
+from tritoncp.call import traced
+from tritoncp.call.autograd import forward_op
+from tritoncp.call.key_exchange import send_keys_op
+from tritoncp.graph import handle_ops
+from tritoncp.graph.reshard import reshard_op
+from tritoncp.graph.roll import roll_op
 
 SAVE_OPS = (
-    forward_op, dynamo.plan_op, dynamo.part_op, dynamo.batch_rows_op, send_keys_op, reshard_op, roll_op,
+    forward_op, traced.plan_op, handle_ops.part_op, handle_ops.batch_rows_op, send_keys_op, reshard_op,
+    roll_op,
 )  # fmt: skip
 
 

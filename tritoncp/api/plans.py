@@ -9,10 +9,10 @@ from typing import Any, overload
 
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.api import plan_cache
 from tritoncp.api.group_call import group_call
-from tritoncp.api.mask_source import Sources
-from tritoncp.api.validate import check_mesh, check_plannable
+from tritoncp.call import plan_cache, prepare
+from tritoncp.call.mask_source import Sources
+from tritoncp.call.validate import check_mesh, check_plannable
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.records import replace
@@ -22,7 +22,6 @@ from tritoncp.distributed.groups import Mesh
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.ops import signatures
 from tritoncp.planning import ScheduleName
 from tritoncp.planning.balance import BalancerName, resolve_balancer
 from tritoncp.planning.build import build_all
@@ -133,7 +132,7 @@ def _make_plans(
         "call": fact("make_plan"),
         "versions": consistency.versions(),
         "options": fact(f"balancer={balancer!r}, {rest}"),
-        "mask": fact(lambda: "; ".join(map(signatures.mask_text, compact)), b"".join(digests)),
+        "mask": fact(lambda: "; ".join(map(prepare.mask_text, compact)), b"".join(digests)),
         "placement": fact(f"balancer={balancer!r}", b"".join(one.digest for one in built)),
     }
     return plans, facts, ()

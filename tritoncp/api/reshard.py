@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.api import shards, validate
-from tritoncp.api.group_call import group_call, place_in_group
+from tritoncp.api import shards
+from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.api.simulate import World
+from tritoncp.call import validate
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Compared, fact, together
-from tritoncp.distributed.groups import Mesh
+from tritoncp.distributed.groups import Mesh, place_in_group
+from tritoncp.graph.dispatch import is_traced
+from tritoncp.graph.reshard import Reshard
+from tritoncp.graph.row_moves import compare_move, move_rows
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.ops.dispatch import is_traced
-from tritoncp.ops.reshard import Reshard, compare_reshard, move_rows
 from tritoncp.planning.placement import check_side, pieces
 from tritoncp.planning.plan import Plan
 
@@ -97,7 +99,7 @@ def _move(
     if source is None and target is None:
         if world and not is_traced(xs[0]):  # eager
             call = Reshard(None, None, side, dim, batch_dim, xs[0].shape[dim], pad, world)
-            compare_reshard(call, groups.group_by_name(world), xs[0])
+            compare_move(call, groups.group_by_name(world), xs[0])
         return list(xs)
     before, after = (_lengths(*pair, side, world_size) for pair in ((source, target), (target, source)))
     for rank, x in enumerate(xs, first_rank):

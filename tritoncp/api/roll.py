@@ -8,21 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.api import shards, validate
-from tritoncp.api.group_call import group_call, place_in_group
+from tritoncp.api import shards
+from tritoncp.api.group_call import group_call
 from tritoncp.api.simulate import World
+from tritoncp.call import validate
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.core.handles import handle_of, object_of
 from tritoncp.core.host_copy import on_host
-from tritoncp.distributed.groups import Mesh
+from tritoncp.distributed.groups import Mesh, place_in_group
+from tritoncp.graph import dispatch
+from tritoncp.graph.inputs import flatten_callable, rebuild
+from tritoncp.graph.roll import Roll
+from tritoncp.graph.row_moves import move_rows
 from tritoncp.masks.closed_forms import as_int
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.mods.snapshot import captured_state
-from tritoncp.ops import dispatch
-from tritoncp.ops.graph.inputs import flatten_callable, rebuild
-from tritoncp.ops.roll import Roll, roll_rows
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.shifts import Shift, shifted_documents, shifted_tree
 
@@ -112,7 +114,7 @@ def _roll(
         handle = dispatch.run_on_values(shift_op, tensors, ints, plan.pinned().handle, shift, structure)
     else:
         handle = handle_of(_find_shift(plan, documents, shift))
-    return roll_rows(Roll(handle, dim, batch_dim, pad, world), xs)
+    return move_rows(Roll(handle, dim, batch_dim, pad, world), xs)
 
 
 _SHIFTS = TensorCache(64)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.api import validate
-from tritoncp.api.group_call import place_in_group
 from tritoncp.api.plans import MaskLike
+from tritoncp.call import validate
 from tritoncp.core.dynamo_boundary import graph_entry
 from tritoncp.core.host_copy import is_dtensor, refuse_dtensor
-from tritoncp.distributed.groups import Mesh
+from tritoncp.distributed.groups import Mesh, place_in_group
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask

@@ -15,26 +15,25 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from tritoncp.api import plan_cache, plans, shards, trees, validate
+from tritoncp.api import plans, shards, trees
 from tritoncp.api.attention import (
     KeywordOptions,
-    Options,
     ScoreMod,
     flex_attention,
-    make_call,
-    sort_arguments,
 )
 from tritoncp.api.keywords import unexpected_keyword
-from tritoncp.api.mask_source import Sources
 from tritoncp.api.plans import MaskLike
 from tritoncp.api.trees import TreeEdges
+from tritoncp.call import autograd, plan_cache, validate
+from tritoncp.call.mask_source import Sources
+from tritoncp.call.prepare import prepare
+from tritoncp.call.read import Arguments, Call, sort_arguments
 from tritoncp.core.dynamo_boundary import host_only
+from tritoncp.graph import dispatch
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.ops import autograd, dispatch
-from tritoncp.ops.call import Call
 from tritoncp.planning.placement import as_movable, lengthen, take
 from tritoncp.planning.plan import Plan
 
@@ -165,41 +164,40 @@ class World:
         if isinstance(mask, Plan):
             self._check(mask)
             mask.check_sources()
-        call_options = Options(positions=None, **options)
-        checked = [call_options.with_expansion(*shard) for shard in zip(queries, keys, values)]
-        call_options, values = checked[0][0], [value for _, value in checked]
-        for shard in zip(queries, keys, values):
-            call_options.check(*shard)
-        plan = self._shared_plan(mask, queries, keys, call_options)
+        passed = [
+            Arguments(*shard, score_mod, None, None, positions=None, **options)
+            for shard in zip(queries, keys, values)
+        ]
+        passed = list(map(validate.check_arguments, passed))
+        plan = self._shared_plan(mask, passed)
         validate.check_order(plan)
-        keys, values = zip(*map(validate.shared_batch, queries, keys, values))
-        call = make_call(queries[0], plan, score_mod, None, call_options)
+        passed = list(map(validate.shared_batch, passed))
+        first = passed[0]
+        call = prepare(first, plan)
         calls = [call._replace(plan=call.plan.for_rank(rank)) for rank in range(self.world_size)]
-        shards = list(zip(queries, keys, values, strict=True))
-        if dispatch.is_traced(queries[0]):  # shapes alone, for which nothing is sent
+        shards = [one[:3] for one in passed]
+        if dispatch.is_traced(first.query):  # shapes alone, for which nothing is sent
             parts = [_trace_call(call, *shard) for call, shard in zip(calls, shards, strict=True)]
         else:
-            flat = autograd.forward(calls, [x for shard in shards for x in shard])
+            flat = autograd.attend(calls, [x for shard in shards for x in shard])
             width = len(flat) // self.world_size
             parts = [flat[i : i + width] for i in range(0, len(flat), width)]
-        results = [call_options.results(one) for one in parts]
-        if call_options.return_aux is not None:
+        results = [first.results(one) for one in parts]
+        if first.return_aux is not None:
             outs, fields = [out for out, _ in results], zip(*[aux for _, aux in results])
             return outs, RankAux(*[None if field[0] is None else list(field) for field in fields])
-        if call_options.return_lse:
+        if first.return_lse:
             return [out for out, _ in results], [lse for _, lse in results]
         return results
 
-    def _shared_plan(
-        self, mask: Any, queries: Sequence[Tensor], keys: Sequence[Tensor], options: Options
-    ) -> Plan:
+    def _shared_plan(self, mask: Any, passed: Sequence[Arguments]) -> Plan:
         """Return the plan of a call, checked against the shards of all ranks."""
-        rows, batch_offset = queries[0].shape[0], options.batch_offset
-        sizes = [validate.ShardSizes.of(q, k, options.expand) for q, k in zip(queries, keys)]
+        rows, batch_offset = passed[0].query.shape[0], passed[0].batch_offset
+        sizes = [validate.ShardSizes.of(one.query, one.key, one.expand) for one in passed]
         batch = rows if batch_offset is None else validate.whole_batch(mask, rows, batch_offset)
         plan = mask
         if not isinstance(mask, Plan):
-            lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
+            lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in zip(*[one[:2] for one in passed]))
             whole = sizes[0]._replace(batch=batch)
             plan = plan_cache.plan_in_order(Sources.of(mask), whole, lengths, kv_lengths)
         plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)

@@ -13,16 +13,17 @@ from torch.utils._pytree import tree_map_only
 
 from tritoncp.api.attention import KeywordOptions, flex_attention
 from tritoncp.api.group_call import group_call
-from tritoncp.api.validate import check_mesh
+from tritoncp.call.validate import check_mesh
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import host, to_host
 from tritoncp.distributed import groups
 from tritoncp.distributed.groups import Mesh
+from tritoncp.graph.reshard import Reshard
+from tritoncp.graph.row_moves import move_rows
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.varlen import Documents, Varlen, varlen
-from tritoncp.ops.reshard import Reshard, move_rows
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
 

@@ -1,4 +1,5 @@
-"""Environment variables of tritoncp: names, accepted values and defaults (effects: docs/commands.md).
+"""Environment variables of tritoncp: names, accepted values and defaults (effects: docs/commands.md); and how
+Triton kernels run on CPU tensors, which TRITON_INTERPRET decides.
 
 Imports neither torch nor Triton.
 """
@@ -9,6 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,3 +115,30 @@ def faults() -> Iterator[str]:
                 yield variable.describe_fault(text)
         elif name.startswith(PREFIX):
             yield f"{name} is set, but is unknown; the variables are {', '.join(VARIABLES)}"
+
+
+# -- Triton kernels on CPU tensors: executed as compiled for a GPU, or interpreted --------------------------
+
+
+_executed: list[str] = []  # architectures of active executors, the innermost last
+
+
+def cpu_target() -> str | None:
+    """Return how Triton kernels run on CPU tensors: compiled for an architecture and executed ("sm_90"),
+    "interpreter" with TRITON_INTERPRET=1, or None: not at all."""
+    return executed_target() or ("interpreter" if os.environ.get("TRITON_INTERPRET", "0") == "1" else None)
+
+
+def executed_target() -> str | None:
+    """Return the architecture for which kernels are compiled and executed on the CPU; None: they are not."""
+    return _executed[-1] if _executed else None
+
+
+@contextmanager
+def execute_for(architecture: str) -> Iterator[None]:
+    """Context in which calls on CPU tensors execute kernels compiled for an architecture."""
+    _executed.append(architecture)
+    try:
+        yield
+    finally:
+        _executed.pop()

@@ -1,8 +1,8 @@
-"""Packers: which sequences form which micro-batch on which replica, by numbers alone.
+"""Packers: which sequences form which micro-batch on which replica, computed from lengths alone.
 
-The rule is "longest first, to the micro-batch with the least work that has room". Sequences that no even
-packing can hide, as one that fills a micro-batch, get company: their step takes further long ones for its
-other replicas, which would wait otherwise.
+The rule is "longest first, to the micro-batch with the lowest work that has room". A sequence with more work
+than an even share, such as one that fills a micro-batch, makes the other replicas of its step wait: so this
+step takes other long sequences for them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class MicroBatch(NamedTuple):
 
 
 class Items(NamedTuple):
-    """What a packer moves as a whole, sequences or trees of segments, in the order in which they are placed:
-    a list of numbers for each fact."""
+    """The units that a packer places, sequences or trees of segments, in the order in which they are placed:
+    a list of numbers for each property."""
 
     tokens: list[int]
     work: list[float]
@@ -93,7 +93,7 @@ def pack_batches(
     while isinstance(filled := _fill(items, steps, shape), int):
         attempt += 1
         steps += max(-(-filled // shape.replicas), 2**attempt - 1)
-    return _in_order(items, filled, shape)
+    return _number_batches(items, filled, shape)
 
 
 def pack_stream(
@@ -121,7 +121,7 @@ def pack_stream(
     [[0, 1, 2], [3], [4, 5]]
     """
     shape = _Shape.checked(tokens_per_rank, ranks, data_parallel, window, token_cost, BLOCK_SIZE)
-    together = _at_least_one("look_ahead", look_ahead)
+    together = _check_positive("look_ahead", look_ahead)
     return _packed_stream(iter(lengths), shape, together)
 
 
@@ -135,12 +135,12 @@ def _packed_stream(stream: Iterator[int], shape: _Shape, look_ahead: int) -> Ite
             length = next(stream, None)
             if ended := length is None:
                 break
-            pending.append(_at_least_one("pack_stream: a length", length))
+            pending.append(_check_positive("pack_stream: a length", length))
             _check_fits(f"sequence {first + len(pending) - 1}", pending[-1], shape)
             room -= pending[-1]
         if not pending:
             return
-        count = len(pending) - (not ended)  # the last one does not fit
+        count = len(pending) - (not ended)  # the last sequence does not fit
         while True:
             items = _items(_as_lengths("pack_stream: lengths", pending[:count]), shape, first=first)
             steps = min(look_ahead, _count_steps(items, shape)) if ended else look_ahead
@@ -151,7 +151,7 @@ def _packed_stream(stream: Iterator[int], shape: _Shape, look_ahead: int) -> Ite
             if not isinstance(filled, int):
                 break
             count -= max(1, count // 128)
-        batches = _in_order(items, filled, shape, step)
+        batches = _number_batches(items, filled, shape, step)
         yield from (batches[at : at + shape.replicas] for at in range(0, len(batches), shape.replicas))
         step, first = step + len(batches) // shape.replicas, first + count
         del pending[:count]
@@ -173,8 +173,8 @@ class _Shape(NamedTuple):
         cls, tokens_per_rank: Any, ranks: Any, data_parallel: Any, window: Any, token_cost: Any, block: Any
     ) -> _Shape:
         """Make a shape of the public functions' arguments."""
-        size = _at_least_one("BLOCK_SIZE", block)
-        tokens = _at_least_one("tokens_per_rank", tokens_per_rank)
+        size = _check_positive("BLOCK_SIZE", block)
+        tokens = _check_positive("tokens_per_rank", tokens_per_rank)
         if tokens < size:
             raise ValueError(
                 f"tokens_per_rank={tokens} is less than a block of {size} tokens, and ranks hold whole "
@@ -182,12 +182,12 @@ class _Shape(NamedTuple):
             )
         if not isinstance(token_cost, int | float) or not 0 <= token_cost < float("inf"):
             raise ValueError(f"token_cost={token_cost!r}: pass a number of pairs, at least 0")
-        room = _at_least_one("ranks", ranks) * (tokens // size) * size
+        room = _check_positive("ranks", ranks) * (tokens // size) * size
         left = UNBOUNDED if window is None else check_window(window)[0]
-        return cls(_at_least_one("data_parallel", data_parallel), room, left, token_cost)
+        return cls(_check_positive("data_parallel", data_parallel), room, left, token_cost)
 
 
-def _at_least_one(name: str, number: Any) -> int:
+def _check_positive(name: str, number: Any) -> int:
     count = as_int(name, number)
     if count < 1:
         raise ValueError(f"{name}={count}: pass at least 1")
@@ -210,7 +210,7 @@ def _as_lengths(name: str, lengths: Any) -> Tensor:
 
 
 def _items(lengths: Tensor, shape: _Shape, parents: Any = None, first: int = 0) -> Items:
-    """Return the sequences, or the trees, those of more tokens first, equal ones in their order. first:
+    """Return the sequences or trees by descending number of tokens; equal ones keep their order. first:
     number of the first sequence. Raises ValueError for one with more tokens than a micro-batch."""
     n = len(lengths)
     before, roots = torch.zeros_like(lengths), [*range(n)]
@@ -263,22 +263,22 @@ def _pairs_of_path(tokens: Tensor, left: int) -> Tensor:
 
 
 def _count_steps(items: Items, shape: _Shape) -> int:
-    """Return a number of steps below which the items cannot fit: by their tokens, and by those longer than
-    half a micro-batch, which share none."""
+    """Return a lower bound of the number of steps: by the sum of tokens, and by the number of items longer
+    than half a micro-batch, since no two of them share one."""
     full = -(-sum(items.tokens) // shape.room)
     long = sum(2 * tokens > shape.room for tokens in items.tokens)
     return -(-max(full, long, min(1, len(items.tokens))) // shape.replicas)
 
 
 def _fill(items: Items, steps: int, shape: _Shape) -> list[list[int]] | int:
-    """Place the items in the micro-batches of so many steps; return the items of each, or, if a micro-batch
-    for an item is missing, how many more the rest of the items would fill.
+    """Place the items in the micro-batches of ``steps`` steps. Return the items of each; if the items do not
+    fit, the number of further micro-batches that the remaining items would fill.
 
-    Each step has a target of work. An item goes to the micro-batch that is farthest below its step's target
-    and has room. A step begins when the item fits in none below the target: its target is that item's work,
-    or, once no item is above the mean of the rest, this mean, for all further steps.
+    Each step has a target of work. An item goes to the micro-batch with room that is farthest below its
+    step's target. If all are at their target, a new step begins, with the item's work as its target; when no
+    item is above the mean of the remaining work, this mean is the target of all further steps.
 
-    A micro-batch without room waits until items are short enough: each item makes one wait at most once.
+    A micro-batch without room waits until items are short enough.
     """
     batches: list[list[int]] = [[] for _ in range(steps * shape.replicas)]
     room = [shape.room] * len(batches)
@@ -308,7 +308,7 @@ def _fill(items: Items, steps: int, shape: _Shape) -> list[list[int]] | int:
 
 
 def _count_rows(lengths: Iterable[int], room: int) -> int:
-    """Count the rows of ``room`` tokens that lengths fill one after the other.
+    """Count the rows of ``room`` tokens that lengths fill if each row is filled before the next.
 
     >>> _count_rows([5, 5, 4, 3], 10)
     2
@@ -321,11 +321,11 @@ def _count_rows(lengths: Iterable[int], room: int) -> int:
     return rows
 
 
-def _in_order(
+def _number_batches(
     items: Items, batches: Sequence[Sequence[int]], shape: _Shape, first: int = 0
 ) -> list[MicroBatch]:
-    """Number steps, from ``first`` on, and replicas: micro-batches of similar work in one step, the one with
-    the most work on the replica that has had the least."""
+    """Number steps, from ``first`` on, and replicas: a step has micro-batches of similar work, and the one
+    with the highest work goes to the replica with the lowest work so far."""
     work = [sum(map(items.work.__getitem__, batch)) for batch in batches]
     order = sorted(range(len(batches)), key=lambda at: (-work[at], not batches[at]))
     groups = [order[at : at + shape.replicas] for at in range(0, len(order), shape.replicas)]

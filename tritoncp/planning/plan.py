@@ -1,7 +1,7 @@
 """The plan of a rank: which rank holds which block, the schedule, and the tables of each step.
 
 A plan is made before the first byte is sent. It is frozen, derived from the mask alone, and equal on every
-rank but for the rank's own number; it refers to no process group.
+rank except for the rank's number; it refers to no process group.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Plan(BlockMaskInterface):
     balancer: name of the balancer ("natural" for contiguous pieces in order)
     schedule: name of the schedule that brings K and V to the queries
     reason:   why the schedule was chosen
-    degree:   number of ranks that exchange heads under "ulysses"; 0 = as many as there are heads for
+    degree:   number of ranks that exchange heads under "ulysses"; 0 = as many as the heads allow
     heads:    number of query heads of the layer, if a call has only part of them; else 0
-    mask_digest: of the mask's code and values, if ranks may have to compare it
-    first_row: row 0 of this plan in the batch, see :meth:`batch_rows`
+    mask_digest: digest of the mask's code and values, if ranks may have to compare it
+    first_row: index in the batch of this plan's batch row 0, see :meth:`batch_rows`
     whole:    identity of the plan of which this is a part, if ranks compare it
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
-    derived:  what follows from the mask and the placements
+    derived:  tables that follow from the mask and the placements
     """
 
     mask: Mask
@@ -85,7 +85,7 @@ class Plan(BlockMaskInterface):
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether a pass is one step without messages: no rank reads keys of another, and ranks do not
+        """Whether attention is one step without messages: no rank reads keys of another, and ranks do not
         exchange heads."""
         return self.world_size == 1 or (
             not self.schedule.startswith("ulysses") and self.derived.reads_only_own_keys
@@ -130,13 +130,13 @@ class Plan(BlockMaskInterface):
 
     @property
     def digest(self) -> bytes:
-        """Digest of the blocks and their owners: equal for equal plans, on every rank."""
+        """Digest of the blocks and their owners. Equal plans have equal digests on all ranks."""
         return self.derived.digest(self.schedule, self.first_row)
 
     @property
     def identity(self) -> Any:
-        """Hashable key of the plan's contents: equal for equal plans, on every rank, and for no other
-        plans."""
+        """Hashable key of the plan's contents. Two plans have one key, on any ranks, only if they are
+        equal."""
         if self.whole is not None:
             return self.whole
         if self.balancer == "natural" and self.mask_digest:  # mask and lengths determine the plan
@@ -146,14 +146,14 @@ class Plan(BlockMaskInterface):
     @cached_property
     @on_host
     def owners(self) -> Tensor:
-        """Rank that holds (the first token of) each query block, -1 for padding: int64 [Bp, blocks]."""
+        """Rank that has (the first token of) each query block, -1 for padding: int64 [Bp, blocks]."""
         return self.q.owners()
 
     @cached_property
     @on_host
     def work(self) -> list[float]:
         """Visible blocks of each rank's queries, summed over the mask's batch rows and heads. A masked block
-        counts ``work.MASKED_BLOCK_COST``; a slot of part of a block counts for that part."""
+        counts ``work.MASKED_BLOCK_COST``; a part of a block counts as a fraction."""
         cost = block_costs(self.mask.runs)  # [Bm, rows]
         totals = []
         for slots in self.q.slots:
@@ -166,13 +166,13 @@ class Plan(BlockMaskInterface):
 
     @property
     def imbalance(self) -> float:
-        """Largest work of a rank over the mean: 1.0 is perfect."""
+        """Max work of a rank over the mean: 1.0 is perfect."""
         mean = sum(self.work) / self.world_size
         return max(self.work) / mean if mean else 1.0
 
     def degree_for(self, heads: int) -> int:
-        """Return the number of ranks that exchange heads under "ulysses": the plan's ``degree``, or the
-        largest that divides the world and does not exceed ``heads``."""
+        """Return the number of ranks that exchange heads under "ulysses": the plan's ``degree``, or the max
+        number up to ``heads`` that divides the world."""
         if self.degree > heads:
             raise ValueError(
                 f"query has {heads} heads, which the plan exchanges among {self.degree} ranks; make the "
@@ -182,8 +182,8 @@ class Plan(BlockMaskInterface):
         return self.degree or max(fitting)
 
     def rows(self, degree: int, heads: int) -> Plan:
-        """Return the plan between rows of the mesh: ``degree`` neighbouring ranks as one rank each, for a
-        layer of ``heads`` query heads."""
+        """Return the plan between rows of the mesh, in which ``degree`` neighbouring ranks count as one, for
+        a layer of ``heads`` query heads."""
         key = "rows", degree, heads
         if (merged := self.derived.parts.get(key)) is None:
             q, kv = self.q.merged(degree), self.kv.merged(degree)
@@ -221,8 +221,8 @@ class Plan(BlockMaskInterface):
     # -- parts of a plan ------------------------------------------------------------------------------
 
     def __getitem__(self, index: int | slice) -> Plan:
-        """Return the plan of one batch row or of adjacent ones, as :meth:`batch_rows`. Raises IndexError for
-        other indices: heads and rows are selected of a mask, before its plan is made."""
+        """Return the plan of one batch row or of adjacent ones, like :meth:`batch_rows`. Raises IndexError
+        for other indices: select heads and rows of the mask, before its plan is made."""
         rows = selected_numbers(index, (self.batch, 1, 1))[0] or tuple(range(self.batch))
         if isinstance(index, tuple) or rows != tuple(range(rows[0], rows[-1] + 1)):
             raise IndexError(
@@ -232,11 +232,11 @@ class Plan(BlockMaskInterface):
         return self.batch_rows(rows[0], len(rows))
 
     def part(self, index: int, count: int, *, keys: int | None = None) -> Plan:
-        """Return the plan of the queries of one of ``count`` chunks of the rows of every rank's shard, at
-        their places. Chunks have ``ceil(rows / count)`` rows, the last one the rest. Chunks of the batch have
-        the plans of their rows, :meth:`batch_rows`.
+        """Return the plan for one of ``count`` chunks of the rows of every rank's shard: queries of other
+        chunks are left out. Chunks have ``ceil(rows / count)`` rows, the last one the rest. For chunks of the
+        batch, see :meth:`batch_rows`.
 
-        keys: the keys and values are those of the first ``keys`` chunks; None: of all
+        keys: use the keys and values of the first ``keys`` chunks only; None: of all chunks
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512))
@@ -264,8 +264,8 @@ class Plan(BlockMaskInterface):
         return self.derived.needed_chunks(count, self.first_row)
 
     def batch_rows(self, first: int, count: int) -> Plan:
-        """Return the plan of ``count`` rows of the batch from ``first`` on, for tensors that hold only these:
-        their row i is row ``first + i`` to mask_mod and score_mod.
+        """Return the plan of ``count`` batch rows from ``first`` on, for tensors of these rows only: mask_mod
+        and score_mod get b = ``first + i`` for batch row i of the tensors.
 
         >>> from tritoncp import create_block_mask, make_plan
         >>> ends = torch.tensor([100, 200, 300])
@@ -281,8 +281,8 @@ class Plan(BlockMaskInterface):
         return self._part_once((first, count), lambda: self._rows_of_batch(first, count))
 
     def of_heads(self, first: int, count: int) -> Plan:
-        """Return the plan of ``count`` query heads from ``first`` on, for tensors that hold only these: their
-        head i is head ``first + i`` to the mask."""
+        """Return the plan of ``count`` query heads from ``first`` on, for tensors of these heads only: the
+        mask gets h = ``first + i`` for head i of the tensors."""
         key = "heads", first, count
 
         def make() -> Any:
@@ -292,7 +292,7 @@ class Plan(BlockMaskInterface):
         return self._part_once(key, make)
 
     def of_sdpa(self, is_causal: bool) -> Plan:
-        """Return the plan of the same placement with the mask of scaled_dot_product_attention: causal, or
+        """Return the plan with the same placement and scaled_dot_product_attention's mask: causal, or
         full."""
         mask = self.mask
         if is_causal and mask.window == (-1, 0):
@@ -314,7 +314,7 @@ class Plan(BlockMaskInterface):
         return self._part_once(("sdpa", is_causal), make)
 
     def _part_once(self, key: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
-        """Return the plan of a part, made once for each rank."""
+        """Return the plan of a part. It is made once for each rank."""
         key = *key, self.rank, self.schedule, self.first_row
         part: Plan | None = self.derived.parts.get(key)
         if part is None:
@@ -325,15 +325,15 @@ class Plan(BlockMaskInterface):
         return part
 
     def _with_mask(self, mask: Mask, change: tuple[Any, ...]) -> Plan:
-        """Return the plan of another mask on the same placement. change: key of the change, equal on all
-        ranks."""
+        """Return the plan of another mask on the same placement. change: key that identifies the other mask,
+        equal on all ranks."""
         whole = (self.identity, *change) if self.world_size > 1 else None
         return replace(self, mask=mask, whole=whole, handle=None).pinned()
 
     def _rows_of_batch(self, first: int, count: int) -> Plan:
         mask = self.mask.listed_rows(first, count)
         q, kv = (side.batch_rows(first, count) for side in (self.q, self.kv))
-        whole = self.identity if self.world_size > 1 else None  # comparing it has compared its batch rows
+        whole = self.identity if self.world_size > 1 else None  # ranks compare the whole plan
         first += self.first_row
         own = DerivedTables(mask, q, kv)
         part = replace(self, mask=mask, q=q, kv=kv, first_row=first, whole=whole, handle=None, derived=own)
@@ -404,8 +404,8 @@ class Plan(BlockMaskInterface):
         """Format the costs of each schedule for this placement as a table, and the reason of the plan's order
         and schedule.
 
-        shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer; see
-        :class:`tritoncp.planning.memory.Shape` for the defaults, but batch is the plan's.
+        shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer. Defaults are in
+            :class:`tritoncp.planning.memory.Shape`; batch is the plan's by default.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
@@ -437,11 +437,12 @@ class Plan(BlockMaskInterface):
 
     @on_host
     def plot(self, path: str | Path | None = None, hardware: Hardware | None = None, **shape: int) -> Figure:
-        """Draw the plan: the mask in its owners' colours, the work of each rank, the keys that ranks read of
-        each other, and the cost of a layer under each schedule. Needs Matplotlib: pip install matplotlib.
+        """Draw the plan: the mask in the colours of its ranks, the work of each rank, the keys that ranks
+        read from each other, and the cost of a layer under each schedule. Needs Matplotlib: pip install
+        matplotlib.
 
         path: a file to save the picture to, in a format of Matplotlib (.png, .svg, .pdf). shape: as for
-        :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
+            :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
         """
         return draw_figure(PlanFacts.of(self, hardware, **shape), path)
 
@@ -463,7 +464,7 @@ block=(128, 128), sparsity=37.50%, rows see intervals))
 
     def __getstate__(self) -> dict:
         if self.world_size > 1:
-            self.digest  # noqa: B018 - computed once, for the process that reads the copy too
+            self.digest  # noqa: B018 - computed once, also for the process that reads the copy
         state = {name: value for name, value in vars(self).items() if name in fields_of(self)}
         return state | {"handle": None}
 
