@@ -20,7 +20,7 @@ import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import ContextParallel, checkpoint_policy, make_plan, shard, unshard
 from tritoncp.api.inner_attention import KNOWN
-from tritoncp.api.keywords import INSTEAD
+from tritoncp.core.suggestions import INSTEAD
 from tritoncp.call import autograd
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import SCHEDULES

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, run_inner_attention
-from tritoncp.api.keywords import advice
+from tritoncp.core.suggestions import advice
 from tritoncp.api.plans import MaskLike
 from tritoncp.call import traced
 from tritoncp.call.autograd import forward_op

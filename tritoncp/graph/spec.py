@@ -20,6 +20,7 @@ class CallConstants(NamedTuple):
     sizes:       (Hkv, D, E) of expanded keys and values; None without ``expand``
     graph_scale: structure of a scale that differs between runs of the graph, or None
     graph_options: (name, structure) of the kernel options that differ; ``options`` has the others
+    selected:    (block_size, query_block) of the selected keys, whose indices are the last capture, or None
     """
 
     graph_score: str | None
@@ -31,6 +32,7 @@ class CallConstants(NamedTuple):
     sizes: Sequence[int] | None = None
     graph_scale: str | None = None
     graph_options: tuple[tuple[str, str], ...] = ()
+    selected: Sequence[int] | None = None
 
     @property
     def has_inputs(self) -> bool:
