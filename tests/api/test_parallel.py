@@ -20,8 +20,8 @@ import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import ContextParallel, checkpoint_policy, make_plan, shard, unshard
 from tritoncp.api.inner_attention import KNOWN
-from tritoncp.core.suggestions import INSTEAD
 from tritoncp.call import autograd
+from tritoncp.core.suggestions import INSTEAD
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import SCHEDULES
 from tritoncp.reference.dense import dense_attention

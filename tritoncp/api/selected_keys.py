@@ -56,10 +56,10 @@ def select_keys(
     torch.Size([1, 2, 256, 32])
 
     With ``weights`` the score of a key is sum_h weights[h] * activation(query[h] . key), as in the lightning
-    indexer of DeepSeek-V3.2 (arXiv 2512.02556, equation 1). Without, each head chooses for itself; over means of
-    blocks with ``activation="identity"`` and ``own=True`` that is MoBA (arXiv 2502.13189). Scores are compared as
-    float32. Of equal scores the lower position is chosen, so that the choice is the same on any number of ranks.
-    No matrix of all pairs is stored. The choice has no gradient.
+    indexer of DeepSeek-V3.2 (arXiv 2512.02556, equation 1). Without, each head chooses for itself; over means
+    of blocks with ``activation="identity"`` and ``own=True`` that is MoBA (arXiv 2502.13189). Scores are
+    compared as float32. Of equal scores the lower position is chosen, so that the choice is the same on any
+    number of ranks. No matrix of all pairs is stored. The choice has no gradient.
 
     Args:
         query: [B, Hi, S_local, Di], this rank's shard of the queries of the indexer.
@@ -70,7 +70,8 @@ def select_keys(
         block_mask: the mask or Plan of the attention; None sees all keys.
         mesh: as of :func:`tritoncp.flex_attention`.
         activation: "relu", "sigmoid", "silu" or "identity", of the products.
-        pool: how a block gets its score: "mean", of the mean of its keys; "max", the largest of its visible keys.
+        pool: how a block gets its score: "mean", of the mean of its keys; "max", the largest of its visible
+            keys.
         own: whether the key, or block, at the position of the query is always chosen; None: for blocks.
         first: how many of the first visible keys or blocks are always chosen.
         last: how many of the last visible ones up to the query are always chosen.
@@ -80,7 +81,8 @@ def select_keys(
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: shapes, mask and options do not fit each other, or more keys are always chosen than ``top``.
+        ValueError: shapes, mask and options do not fit each other, or more keys are always chosen than
+            ``top``.
     """
     choice = _checked(top, block_size, activation, pool, own, first, last)
     _check_tensors(query, key, weights)
@@ -135,8 +137,8 @@ def _checked(
     own = block_size > 1 if own is None else bool(own)
     if top < 1 or min(first, last) < 0 or first + last + own > top:
         raise ValueError(
-            f"select_keys: top={top}, first={first}, last={last} and own={own}: top is at least 1, and at least "
-            "as many as are always chosen"
+            f"select_keys: top={top}, first={first}, last={last} and own={own}: top is at least 1, and at "
+            "least as many as are always chosen"
         )
     return KeyChoice(top, block_size, activation, pool, own, first, last)
 
@@ -152,13 +154,13 @@ def _check_tensors(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
             raise ValueError(f"select_keys: {name} is on {x.device}, query on {query.device}: move it there")
     if query.ndim != 4 or key.ndim != 4 or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         raise ValueError(
-            f"select_keys: query is {list(query.shape)} and key {list(key.shape)}; query [B, Hi, S_local, Di] and "
-            "key [B, 1 or Hi, S_local, Di] are needed"
+            f"select_keys: query is {list(query.shape)} and key {list(key.shape)}; query [B, Hi, S_local, Di] "
+            "and key [B, 1 or Hi, S_local, Di] are needed"
         )
     if key.shape[1] not in (1, query.shape[1]):
         raise ValueError(f"select_keys: key has {key.shape[1]} heads; 1 or {query.shape[1]} are needed")
     if weights is not None and weights.shape != query.shape[:3]:
         raise ValueError(
-            f"select_keys: weights are {list(weights.shape)}; {list(query.shape[:3])} is needed, one for each head "
-            "and query"
+            f"select_keys: weights are {list(weights.shape)}; {list(query.shape[:3])} is needed, one for each "
+            "head and query"
         )

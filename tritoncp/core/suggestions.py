@@ -9,7 +9,6 @@ from typing import Any
 
 from tritoncp.core.dynamo_boundary import constant_result
 
-
 _SCALE, _CAUSAL, _CAP = "pass scale=...", "pass block_mask=causal()", "pass score_mod=softcap(cap)"
 _MASK, _MESH = "pass block_mask=..., a mask or a Plan", "pass mesh=..."
 _WINDOW = "pass block_mask=sliding_window(left, right)"
