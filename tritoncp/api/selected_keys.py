@@ -154,13 +154,13 @@ def _check_tensors(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
             raise ValueError(f"select_keys: {name} is on {x.device}, query on {query.device}: move it there")
     if query.ndim != 4 or key.ndim != 4 or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         raise ValueError(
-            f"select_keys: query is {list(query.shape)} and key {list(key.shape)}; query [B, Hi, S_local, Di] "
-            "and key [B, 1 or Hi, S_local, Di] are needed"
+            f"select_keys: query is {list(query.shape)} and key {list(key.shape)}; query "
+            "[B, Hi, S_local, Di] and key [B, 1 or Hi, S_local, Di] are needed"
         )
     if key.shape[1] not in (1, query.shape[1]):
         raise ValueError(f"select_keys: key has {key.shape[1]} heads; 1 or {query.shape[1]} are needed")
     if weights is not None and weights.shape != query.shape[:3]:
         raise ValueError(
-            f"select_keys: weights are {list(weights.shape)}; {list(query.shape[:3])} is needed, one for each "
-            "head and query"
+            f"select_keys: weights are {list(weights.shape)}; {list(query.shape[:3])} is needed, one for "
+            "each head and query"
         )
