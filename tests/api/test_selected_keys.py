@@ -1,4 +1,4 @@
-"""Tests of calls with selected keys: on ranks, in graphs, with other arguments; and of the choice on ranks."""
+"""Tests of calls with selected keys: on ranks, in graphs, with other arguments, and of the choice of keys."""
 
 from __future__ import annotations
 
