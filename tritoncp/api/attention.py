@@ -25,7 +25,7 @@ from tritoncp.distributed.groups import Mesh, place_in_group
 from tritoncp.graph import dispatch
 from tritoncp.graph.layouts import Uncapturable
 
-ScoreMod = Callable[..., Tensor] | MaskLike | None  # a mask may be in its place
+ScoreMod = Callable[..., Tensor] | MaskLike | None  # or a mask, as the fourth argument
 
 
 class KeywordOptions(TypedDict, total=False):
@@ -153,8 +153,7 @@ def flex_attention(
 
     Raises:
         TypeError: An argument is of another type; before any tensor data moves, as ValueError is.
-        ValueError: Shapes, dtypes, devices, options, masks or plans do not fit each other or those of other
-            ranks.
+        ValueError: Shapes, dtypes, devices, options, masks or plans do not fit each other or other ranks'.
         RuntimeError: State that the mask_mod reads has changed since the mask was made, another rank
             failed, or a transform of ``torch.func`` is applied.
 
@@ -185,7 +184,7 @@ def flex_attention(
 
 @untraced
 def run_call(call: Arguments) -> list[Tensor]:
-    """Run one call, in the graph that Dynamo traces or on the host; return out, lse, max_scores."""
+    """Run one call, in the graph that Dynamo traces or on the host. Returns out, lse, max_scores."""
     if torch._C._is_any_autocast_enabled():
         query, key, value = dispatch.cast_for_autocast(*call[:3])
         call = call._replace(query=query, key=key, value=value)

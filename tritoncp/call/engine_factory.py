@@ -1,4 +1,5 @@
-"""Choice of the engine of a call, Triton kernels or the CPU engine, and conversion of its mods for it."""
+"""Choice of the engine of a call, Triton kernels or the CPU engine, and conversion of the call's mods for
+it."""
 
 from __future__ import annotations
 
@@ -84,11 +85,11 @@ def engine_of(
     warn_untested("torch", "triton")
     tensors, numbers = call.score_tensors, ()
     if score is not None:
-        if 0 in [x.ndim for x in tensors]:  # may be on the CPU: torch combines them with any device's
-            tensors = upload(tensors, device)  # at every call, as they may be edited between calls
+        if 0 in [x.ndim for x in tensors]:  # may be on the CPU: torch combines them with any tensor
+            tensors = upload(tensors, device)  # at every call, since they may be edited between calls
         numbers = tuple(map(specialisation_of, score.numbers))
     layouts = tuple(map(layout_of, (q, k, v, *extra, *grads, *tensors)))
-    key = (  # equal to the EngineKey of these fields, which takes as long to make as to look up
+    key = (  # equal to the EngineKey of these fields, which takes longer to make
         call.facts or Facts.of(call, q, k, v), numbers, layouts, plan.rank,
         call.group and weakref.ref(call.group), device, executed_target(), tile_tables.table_generation,
     )  # fmt: skip
@@ -108,7 +109,7 @@ def engine_of(
 
 
 def _why_new(key: EngineKey, known: Iterable[EngineKey]) -> str:
-    """Describe by which fields a new key differs from the most similar one of the same pass."""
+    """Describe in which fields a new key differs from the closest key of the same pass."""
     same_pass = [other for other in known if len(other.layouts) == len(key.layouts)]
     differences = min((other.difference(key) for other in same_pass), key=len, default={})
     return "".join([f"; {text}" for text in differences.values()])
@@ -157,7 +158,7 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     captures = call.score_tensors
     wide, targets = torch.promote_types(dtype, torch.float32), [captures[i] for i in score.wants]
     graph: Any = score.graph
-    run = graph.forward  # not as a module, since hooks of all modules would see it
+    run = graph.forward  # not called as a module, since hooks of modules would see it
     own_gradients, back = graph.meta.get("own_gradients", ((), None))
     if any(x.dtype.itemsize < wide.itemsize for x in targets):
         run = WideGradients(graph, wide).run
@@ -165,7 +166,7 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     if own_gradients and score.wants and grads:
         raise NotImplementedError(
             f"score_mod calls {', '.join(own_gradients)}, an autograd.Function, and captures a tensor that "
-            "requires grad, for which the CPU engine supports torch's own derivatives alone: write a custom "
+            "requires grad, for which the CPU engine supports only torch's derivatives: write a custom "
             "gradient with detach(), as x + (f(x) - x).detach(), or run on a GPU"
         )
 
@@ -195,8 +196,8 @@ def _check_torch_form(mod: Mod | None) -> Mod | None:
 def kernel_mods(
     mask: Mod | None, score: Mod | None, caps: tuple[Any, ...] = (), dcaps: tuple[Any, ...] = ()
 ) -> Any:
-    """Make the kernels' form of user functions. mask: a mod whose captures are on the device; caps, dcaps:
-    captures of the score_mod and buffers of their gradients, as :class:`tritoncp.mods.Mod` takes them."""
+    """Convert user functions to the form that kernels take. mask: a mod whose captures are on the device;
+    caps, dcaps: captures of the score_mod and buffers of their gradients, see :class:`tritoncp.mods.Mod`."""
     from tritoncp.kernels.operands import NO_FUNCTION, Mods
     from tritoncp.kernels.scores import Closure
 
@@ -214,8 +215,8 @@ def kernel_mods(
 
 
 def gradient_buffers(call: Call, like: Tensor) -> list[Tensor]:
-    """Allocate zeroed buffers for the gradients of captures: floats, which kernels add to in any order, or
-    for deterministic results integers, whose sum does not depend on the order."""
+    """Allocate zeroed buffers for the gradients of captures: floats, to which kernels add in any order; or
+    integers for deterministic results, whose sum does not depend on the order."""
     if not call.wants:
         return []
     targets, device, sums = [call.captures[i] for i in call.wants], like.device, []

@@ -1,4 +1,5 @@
-"""The facts of a call: what must be equal on all ranks, and what decides the kernels that run."""
+"""The facts of a call: properties that must be equal on all ranks, and properties that decide which kernels
+run."""
 
 from __future__ import annotations
 
@@ -20,22 +21,22 @@ from tritoncp.mods import Mod
 from tritoncp.mods.user_code import describe
 from tritoncp.planning.plan import Plan
 
-DIGITS = 12  # of a digest in a message
+DIGITS = 12  # characters of a digest in a message
 
 
 class Facts(NamedTuple):
-    """The facts of a call that are equal on all ranks by construction: no length of a shard, no layout, no
+    """The facts of a call that must be equal on all ranks. They contain no length of a shard, no layout, no
     contents of a tensor and no captured number. Hashable.
 
-    device:  its type
+    device:  type of the device
     batch:   number of batch rows, and the index of the first in the whole batch
-    heads:   of query and of key
-    head_dims: of query and key, and of value
+    heads:   number of heads of query and of key
+    head_dims: head dim of query and key, and of value
     plan:    :func:`plan_structure`, with the global lengths
     score:   :func:`structure_of_score`
     expand:  :func:`structure_of_expansion`, or None
     options: kernel options, sorted by name
-    returns: the results besides out
+    returns: names of the results besides out
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 64, 64))
@@ -71,7 +72,7 @@ class Facts(NamedTuple):
         return tuple.__new__(cls, fields)  # as cls(*fields), in half the time
 
     def texts(self) -> dict[str, str]:
-        """Format the facts for messages, by name; of the plan only the lengths."""
+        """Format the facts for messages, by name. Of the plan they have only the lengths."""
         (batch, row), (heads, kv_heads), (dim, v_dim) = self.batch, self.heads, self.head_dims
         (q_len, kv_len, *_), *_ = self.plan
         returns = [name for name in self.returns if name != "sinks"]
@@ -98,7 +99,7 @@ def with_facts(call: Call, kind: Any, q: Tensor, k: Tensor, v: Tensor) -> Call:
     kind: object that stands for the properties of q, k and v that the facts are made of
     """
     plan, score, scale, group, options, returns, expand, tensors, _ = call
-    if expand is not None:  # to read its structure takes as long as to make its facts
+    if expand is not None:  # reading its structure takes as long as making its facts
         return call
     form = score and structure_of_score(score)
     key = kind, plan.first_row, plan.schedule, plan.degree, scale, options, returns, form
@@ -111,12 +112,12 @@ def with_facts(call: Call, kind: Any, q: Tensor, k: Tensor, v: Tensor) -> Call:
 class EngineKey(NamedTuple):
     """The key of an engine: calls of one plan with equal keys run the same compiled kernels.
 
-    facts:   of the call
-    numbers: what Triton specialises kernels for of the numbers that the score_mod captures
-    layouts: of this rank's tensors, see :func:`tritoncp.kernels.layouts.layout_of`
-    rank:    whose plan it is
+    facts:   facts of the call
+    numbers: properties of the captured numbers for which Triton specialises kernels
+    layouts: layouts of this rank's tensors, see :func:`tritoncp.kernels.layouts.layout_of`
+    rank:    rank of the plan
     group:   weak reference to the process group, or None
-    device:  of the tensors
+    device:  device of the tensors
     target:  architecture for which kernels are executed on the CPU, or None
     tiles:   generation of the tables of measured tiles
     """

@@ -2,8 +2,8 @@
 
 Once for each group and signature the ranks compare dtype, heads, lengths, scale, options and the structure of
 mods and mask, on the host; later calls cost a look-up. Contents of tensors and captured numbers are compared
-only under TRITONCP_CHECK=1, at every call. A plan made in another process, as in a data loader's worker, is
-compared at its first use.
+only under TRITONCP_CHECK=1, at every call. A plan made in another process, for example in a data loader's
+worker, is compared at its first use.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tritoncp.mods.snapshot import captured_state
 from tritoncp.mods.user_code import describe, origin
 from tritoncp.planning.plan import Plan
 
-MAX_SIGNATURES = 1024  # signatures and plans per group
-MAX_SCALES = 16  # values of scale that are compared per signature; further values are not
-MAX_VALUE = 100  # characters of a captured value in a message
+MAX_SIGNATURES = 1024  # max signatures and plans per group
+MAX_SCALES = 16  # max values of scale that are compared per signature
+MAX_VALUE = 100  # max characters of a captured value in a message
 CALL = "flex_attention"
 SCALE = Facts._fields.index("scale")
 
@@ -64,7 +64,7 @@ class Table:
     """Signatures that a group's ranks have compared; equal on all ranks, which make the same calls in the
     same order.
 
-    scales: compared scales, by signature: the facts of a call but its scale
+    scales: compared scales, by signature: the facts of a call without its scale
     plans:  identities of compared plans
     """
 
@@ -84,8 +84,8 @@ def table_of(group: Any) -> Table:
 def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Compare a call across the ranks, if its signature or plan is new to the group, or if TRITONCP_CHECK=1.
 
-    Raises Disagreement on every rank where the ranks differ, PeerLost where a rank is missing. Under
-    CUDA-graph capture nothing is compared.
+    Raises Disagreement on every rank if the ranks differ, PeerLost if a rank is missing. Under CUDA-graph
+    capture nothing is compared.
     """
     group, plan, facts = call.group, call.plan, call.facts or Facts.of(call, q, k, v)
     table, signature = table_of(group), (*facts[:SCALE], *facts[SCALE + 1 :])
@@ -104,7 +104,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     consistency.together(group, purpose, to_compare)
     scales.add(facts.scale)
     table.plans[plan.identity] = True
-    groups.connect_data(group, q.device)  # not yet made if the plan is of another process
+    groups.connect_data(group, q.device)  # not made yet if the plan is from another process
 
 
 def _compared(call: Call, facts: Facts) -> consistency.Compared:

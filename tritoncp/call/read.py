@@ -114,7 +114,7 @@ def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any
 
 
 def _hint(argument: Any) -> str:
-    """Return the end of an error about an argument that is no mask: how to get one."""
+    """Return the end of an error about an argument that is not a mask: how to get one."""
     if isinstance(argument, Mapping):
         return f": pass the value of this layer, of {', '.join(map(repr, argument))}"
     if isinstance(argument, Tensor):
@@ -173,7 +173,7 @@ class Call(NamedTuple):
 
     @property
     def captures(self) -> Sequence[Tensor]:
-        """The tensors that the score_mod captures, then those of ``expand``."""
+        """The tensors that the score_mod captures, then the tensors of ``expand``."""
         own = self.score_tensors
         return own if self.expand is None else (*own, *self.expand.tensors)
 
@@ -186,8 +186,7 @@ class Call(NamedTuple):
         return *wants, *(len(self.score_tensors) + i for i in self.expand.wants)
 
     def with_captures(self, captures: Sequence[Tensor]) -> Call:
-        """Copy the call with other captured tensors; () for none: an autograd node saves them apart from the
-        call."""
+        """Copy the call with other captured tensors; () for none: an autograd node keeps them separately."""
         if (expand := self.expand) is None:
             has_some = captures or self.score_tensors
             return self._replace(score_tensors=captures) if has_some else self
@@ -212,8 +211,8 @@ class OpArguments(NamedTuple):
     subclasses.
 
     ints: in a graph, the numbers that the score_mod captures
-    plan: handle (:mod:`tritoncp.core.handles`): in a graph of the plan, an input, so that one graph serves
-          all plans; else of the :class:`Call` without captures
+    plan: handle (:mod:`tritoncp.core.handles`): in a graph the handle of the plan, which is an input, so that
+        one graph serves all plans; else the handle of the :class:`Call` without captures
     spec: text of a :class:`tritoncp.graph.spec.CallConstants`
     """
 
@@ -267,7 +266,8 @@ class OpArguments(NamedTuple):
         return Call(named, score, scale, spec.group, options, spec.returns, expand, score_tensors)
 
     def with_leaves(self) -> OpArguments:
-        """Detach the captures and mark those in ``wants`` as requiring grad, which an op's inputs do not."""
+        """Detach the captures and mark those in ``wants`` as requiring grad, since an op's inputs do not
+        require grad."""
         leaves = [x.detach().requires_grad_(i in self.wants) for i, x in enumerate(self.captures)]
         return self._replace(captures=leaves)
 

@@ -1,6 +1,5 @@
-"""Attention and masks inside torch.compile. A graph serves all masks of one structure: its constants are the
-structure of mods and masks; tensors, numbers and the handles of plans and masks are its inputs.
-"""
+"""Attention and masks inside torch.compile. A graph serves all masks of one structure: the structure of mods
+and masks is constant; tensors, numbers and the handles of plans and masks are inputs."""
 
 from __future__ import annotations
 
