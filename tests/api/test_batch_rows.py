@@ -54,7 +54,7 @@ def test_one_graph_serves_every_offset() -> None:
     assert counted.frame_count <= 3  # a first one, and those of 0 and 1, which torch always makes
 
 
-def test_a_plan_of_rows_stands_by_itself() -> None:
+def test_a_plan_of_rows_needs_no_other_plan() -> None:
     """A plan of batch rows places and numbers rows as a call with an offset does."""
     qkv, score = whole_batch()
     plan = tritoncp.make_plan(listed(and_masks(causal(), document(ids=IDS))))

@@ -26,7 +26,7 @@ def autocast(dtype: torch.dtype = LOW) -> torch.autocast:
 @pytest.mark.parametrize(
     ("dtype", "dtypes"), [(LOW, [torch.float32] * 3), (torch.float16, [LOW, torch.float32, torch.float16])]
 )
-def test_a_call_equals_that_of_cast_tensors(dtype, dtypes, engine):
+def test_a_call_under_autocast_equals_a_call_of_cast_tensors(dtype, dtypes, engine):
     """Out and lse, bit for bit; gradients come in the tensors' own dtypes."""
     x = qkv(*dtypes)
     with autocast(dtype):
@@ -103,7 +103,7 @@ def test_ranks_cast_before_they_send(schedule):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_compiled_under_autocast(inside):
+def test_a_compiled_call_casts_under_autocast(inside):
     torch._dynamo.reset()
     mask = make_plan(create_block_mask(document(lengths=[20, 12]), 1, 1, S, S, BLOCK_SIZE=16))
 
@@ -124,7 +124,7 @@ def test_compiled_under_autocast(inside):
         assert torch.equal(grad, want_grad)
 
 
-def test_varlen_under_autocast():
+def test_varlen_attention_casts_under_autocast():
     x = [torch.randn(S, 4, 16).to(dtype) for dtype in (LOW, torch.float32, torch.float32)]
     with autocast():
         out = tritoncp.varlen_attention(*x, torch.tensor([0, 20, S]), causal=True)

@@ -76,7 +76,7 @@ def test_an_order_keeps_dependencies_and_memory_and_is_never_slower(seed, count,
     assert free.after.makespan <= written.makespan
 
 
-def test_orders_come_near_the_least_time_and_take_less_memory():
+def test_orders_come_near_the_shortest_time_and_take_less_memory():
     """The longest way, or all work of a stream, is the least time. Orders as written take 11 % more, free
     orders 0.5 %, and orders in the memory of the order as written 2 %. The smallest memory is 2.3 % less."""
     least, times, peaks, smallest = 0.0, [0.0, 0.0], 0, 0
@@ -153,7 +153,7 @@ def test_an_ordered_graph_computes_the_same():
             assert torch.equal(result, expected)
 
 
-def test_the_order_as_written_stays_where_no_other_fits():
+def test_the_written_order_is_kept_if_no_other_fits():
     b = Builder()
     x = b.input("x", 100)
     nodes = [b.wait(b.send(x))]

@@ -210,7 +210,7 @@ def test_concrete_graphs_have_numbers_and_keep_their_marks(cpu_engine):
     assert marks[0] == marks[1] and marks[0]
 
 
-def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(cpu_engine, monkeypatch):
+def test_chunks_with_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(cpu_engine, monkeypatch):
     around, depths = [], []
 
     def value(self: Rewrite, node: torch.fx.Node, c: int, call: Any = Rewrite.value) -> torch.fx.Node:

@@ -419,7 +419,7 @@ class Placed(Plain):
 
 @pytest.mark.parametrize("reads_table", [False, True])
 @pytest.mark.parametrize("dim", ["batch", "seq"])
-def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warning(reads_table, dim):
+def test_positions_made_in_a_region_equal_eager_chunkings_and_warn(reads_table, dim):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_bits_of_eager(Model(Placed(reads_table)), dim)

@@ -395,7 +395,7 @@ def test_fences_between_an_old_mbarrier_and_a_copy(
 @pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.bar(22)
-def test_barriers_are_not_redundant_together(kernel: str, launches: Launches) -> None:
+def test_removing_all_barriers_together_is_noticed(kernel: str, launches: Launches) -> None:
     run = KERNELS[kernel]()
     run()
     function, _ = launches[kernel]

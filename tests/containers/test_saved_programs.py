@@ -154,7 +154,7 @@ MISSING = {  # by what a name begins with: what the error says
 
 
 @pytest.mark.long
-def test_a_loaded_program_runs_with_its_own_mask_and_score_mod_or_not_at_all(folder, monkeypatch):
+def test_a_loaded_program_runs_with_its_mask_and_score_mod_or_raises(folder, monkeypatch):
     (folder / "mods_of_a_user.py").write_text(USERS)
     monkeypatch.syspath_prepend(folder)
     save(folder)

@@ -30,7 +30,7 @@ def call_results() -> list:
 
 
 @pytest.mark.parametrize("device", ["meta"])  # stands in for a GPU: whatever lands there cannot be read
-def test_a_default_device_changes_nothing(device: str) -> None:
+def test_a_default_device_does_not_affect_host_computations(device: str) -> None:
     want = call_results()
     tritoncp.plan_cache_clear()
     with torch.device(device):

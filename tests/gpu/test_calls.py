@@ -130,7 +130,7 @@ def test_gradients_of_captured_tensors_do_not_depend_on_the_run():
         torch.testing.assert_close(second.grads[3], first.grads[3], rtol=1e-4, atol=1e-3)
 
 
-def test_another_stream_sees_its_own_work():
+def test_another_stream_waits_for_its_inputs():
     x, mask = qkv(), MASKS["causal"]()
     first = run(x, mask)
     if not ON_GPU:

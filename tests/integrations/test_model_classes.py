@@ -63,7 +63,7 @@ def test_wrapped_models_and_subclasses_take_labels_on_ranks() -> None:
     ranks.run(2, work)
 
 
-def test_a_loss_of_an_inner_model_is_one_of_the_model() -> None:
+def test_a_custom_loss_of_an_inner_model_is_found() -> None:
     model = models.build_model("Llama", num_hidden_layers=1)
     outer = model.model  # takes no labels itself
     outer.layers.append(HasLoss(model.config))
@@ -71,7 +71,7 @@ def test_a_loss_of_an_inner_model_is_one_of_the_model() -> None:
     assert not has_custom_loss(model.config, model)
 
 
-def test_classes_without_source_are_recurrent_as_their_bases() -> None:
+def test_classes_without_source_are_recurrent_if_their_bases_are() -> None:
     model = models.build_model("Qwen3Next")
     kinds = [is_recurrent(part) for part in model.modules()]
     assert any(kinds)

@@ -46,5 +46,5 @@ CASES = {
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize(("name", "dtype"), zip(CASES, (torch.bfloat16, F64, torch.float32)), ids=str)
 @pytest.mark.bar(12)
-def test_processes_answer_as_the_oracle(name: str, dtype: torch.dtype) -> None:
+def test_processes_have_the_results_of_the_reference(name: str, dtype: torch.dtype) -> None:
     check_ranks(*(replace(CASES[name], schedule=schedule, dtype=dtype) for schedule in SCHEDULES))

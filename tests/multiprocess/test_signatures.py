@@ -253,7 +253,7 @@ def test_calls_of_one_rank_evict_no_plan_of_a_group(count: int) -> None:
     assert plans == tritoncp.plan_cache_info().most + 1  # of this process alone, and the group's
 
 
-def test_plans_of_a_group_are_evicted_alike_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_evicts_the_same_plans_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "MAX_PLANS", 4)
 
     def work(group: Any) -> list[int]:
@@ -269,7 +269,7 @@ def test_plans_of_a_group_are_evicted_alike_on_every_rank(monkeypatch: pytest.Mo
     assert run(2, work, timeout=120) == [[2, 0]] * 2
 
 
-def test_a_group_made_anew_shares_nothing_with_the_one_before(tmp_path: Path) -> None:
+def test_a_new_group_shares_nothing_with_a_destroyed_one(tmp_path: Path) -> None:
     def work(group: Any) -> list[int]:
         mask, rank, counts = mask_of(), group.rank(), []
         store = dist.FileStore(str(tmp_path / "again"), 2)

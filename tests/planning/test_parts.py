@@ -139,7 +139,7 @@ def test_interpreted_kernels_give_parts_the_bits_of_the_whole(dtype):
 
 
 @pytest.mark.parametrize("name", ["causal", "batch rows"])
-def test_rows_of_the_batch_read_their_own_indices(name, monkeypatch):
+def test_mods_of_batch_rows_get_indices_in_the_whole_batch(name, monkeypatch):
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     plan, (q, k, v), slopes = make_plan(MASKS[name]()), tensors(), torch.tensor([0.5, 0.1])
 

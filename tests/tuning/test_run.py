@@ -112,7 +112,7 @@ def test_progress_is_shown(compile_nothing, gpu, home, capsys):
     assert last.startswith("forward full ") and last.endswith("best 2.00x of the rule")
 
 
-def test_a_tuned_rule_is_an_answer_too(compile_nothing, gpu, home):
+def test_a_default_that_wins_is_stored(compile_nothing, gpu, home):
     """A rule that no candidate beats is written to the file, so that calls do not advise to tune again."""
     gpu.cost = lambda config: 1.0
     outcome = search.autotune(*request(home))

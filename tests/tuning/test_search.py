@@ -35,7 +35,7 @@ def test_halving_is_interleaved_and_keeps_the_rule_to_the_end(tmp_path):
     assert all(set(a) == set(rounds[0]) for a in rounds) and len({a[0] for a in rounds}) == len(rounds)
 
 
-def test_a_win_of_less_than_two_per_cent_is_none(tmp_path):
+def test_a_gain_below_two_per_cent_is_not_stored(tmp_path):
     near = lambda config: 0.99 if config == BEST else cost(config)  # noqa: E731
     choice = tuner(tmp_path).run([TARGET], Formula(near))[TARGET]
     assert choice.config == RULE and choice.gain == 1.0
@@ -48,7 +48,7 @@ def test_a_wrong_candidate_is_never_timed(tmp_path):
     assert BEST in bench.checks and BEST not in bench.samples and search.counts["failed"] == 1
 
 
-def test_no_choice_where_the_rule_is_wrong(tmp_path):
+def test_nothing_is_chosen_if_the_default_is_wrong(tmp_path):
     assert tuner(tmp_path).run([TARGET], Formula(cost, wrong=[RULE])) == {}
 
 
