@@ -204,7 +204,8 @@ def test_ctrl_c_ends_a_check_and_its_processes():
     ],
 )
 def test_a_fault_in_a_case_fails_that_case_alone(fault, why, processes, monkeypatch):
-    """The cases after an exception run in another process: its own may have a device that is unusable."""
+    """The cases after an exception run in another process, since the first one may have an unusable
+    device."""
     attend, started = cases.flex_attention, []
 
     def planted(q, k, v, score_mod, *rest, sinks, **options):
@@ -231,7 +232,7 @@ def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
     doubled = torch.autograd.grad
 
     def grad(outputs, inputs, *rest, **options):
-        """Compute gradients with a fault: those of replicated parameters are twice too large."""
+        """Compute gradients with a fault: gradients of replicated parameters are twice too large."""
         grads = doubled(outputs, inputs, *rest, **options)
         return [2 * g if i >= 3 and outputs[0].dtype is torch.float32 else g for i, g in enumerate(grads)]
 

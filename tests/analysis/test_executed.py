@@ -33,7 +33,7 @@ def test_a_forward_pass_is_counted_beside_torchs_template() -> None:
 
 @pytest.mark.long
 def test_a_forward_pass_is_counted_beside_torchs_template_on_blackwell() -> None:
-    """Its products have FLOPs, as many as torch's."""
+    """Its products have the same number of FLOPs as torch's."""
     own, other = run("--arch", "sm_100", "--shape", "1x1,64,256", "--against", "torch")
     assert own["error"] < 0.01 and other["error"] < 0.01
     assert own["flops"] == other["flops"] > 0 and own["instructions"] < other["instructions"]

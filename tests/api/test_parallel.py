@@ -103,7 +103,7 @@ def test_a_parallelized_module_on_two_ranks_is_the_oracle_on_one(order):
 
 
 class Turned(nn.Module):
-    """A module of layout [B, S, H, D], with other argument names, its own mask and settings fixed by
+    """A module of layout [B, S, H, D], with other argument names, a mask and settings fixed by
     forward."""
 
     def forward(self, xq, xk, xv, attention_masks=None):
@@ -154,7 +154,7 @@ MISSPELLED = {f"{name}{end}" for name in KNOWN for end in ("s", "_")} - {*KNOWN}
 @pytest.mark.parametrize("module", [Open, FlexAttention, nn.Module], ids=["open", "named", "any"])
 @pytest.mark.parametrize("name", sorted({*INSTEAD, *MISSPELLED, "hint"} - {*KNOWN}))
 def test_a_keyword_without_meaning_is_refused(name, module):
-    """Whatever keywords the module's forward has: dropped in silence, a misspelled mask would be full
+    """For any keywords of the module's forward: if it were ignored, a misspelled mask would be full
     attention."""
     inner = module()
     if module is nn.Module:

@@ -109,7 +109,7 @@ def test_dual_chunk_order_equals_a_plan_if_chunks_are_whole_blocks() -> None:
 
 
 def dtypes() -> list[torch.dtype]:
-    """List the dtypes of tensors that have bytes of their own, which quantised and narrower ones have not."""
+    """List the dtypes of tensors whose elements take whole bytes: no quantised and no narrower ones."""
     kinds = dict.fromkeys(kind for kind in vars(torch).values() if isinstance(kind, torch.dtype))
     return [kind for kind in kinds if not re.search(r"torch\.(q|u?int[1-7]$)", str(kind))]
 
@@ -128,7 +128,7 @@ def rows_of(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_rows_of_every_dtype_move_with_their_bits(dtype: torch.dtype) -> None:
-    """Of plans that place batch rows alike and apart, through padding and back."""
+    """Plans place batch rows alike or differently; rows move through padding and back."""
     x, world, (one, none, two, *_) = rows_of(dtype), tritoncp.simulate(2), plans_of_ranks(2)
     x = x[:2] if two.q.batch > 1 else x
     for source, target in ((one, two), (two, one), (one, none), (none, two)):
@@ -200,7 +200,7 @@ S = 44
 
 
 def plans_of_ranks(size: int) -> list[Plan | None]:
-    """Plans that place rows alike or apart, with and without padding, and natural order."""
+    """Plans place rows alike or differently, with and without padding, and in natural order."""
     return [
         build(random_mask(1, 11, 0, 4, 3), size),
         None,
@@ -325,7 +325,7 @@ def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
 
 
 def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
-    """Each in a group of its own; equal calls exchange facts once for a pair of plans and a shape."""
+    """Each call runs in a separate group; equal calls exchange facts once for a pair of plans and a shape."""
 
     def answers(group: Any) -> list[Any]:
         first = group.rank() == 0

@@ -27,7 +27,7 @@ def autocast(dtype: torch.dtype = LOW) -> torch.autocast:
     ("dtype", "dtypes"), [(LOW, [torch.float32] * 3), (torch.float16, [LOW, torch.float32, torch.float16])]
 )
 def test_a_call_under_autocast_equals_a_call_of_cast_tensors(dtype, dtypes, engine):
-    """Out and lse, bit for bit; gradients come in the tensors' own dtypes."""
+    """Out and lse are equal bit for bit; gradients have the dtypes of the tensors."""
     x = qkv(*dtypes)
     with autocast(dtype):
         out, lse = tritoncp.flex_attention(*x, causal(), return_lse=True)
@@ -79,7 +79,7 @@ def test_captured_tensors_keep_their_dtype_and_get_gradients_in_it(dtype, monkey
 
 
 def test_masks_are_made_the_same_under_autocast():
-    """A product of matrices in a mask_mod is computed in its own dtype."""
+    """A product of matrices in a mask_mod is computed in the matrices' dtype."""
     vectors = torch.randn(S, 8)
     mod = lambda b, h, q, kv: vectors[q] @ vectors[kv] > 0.25  # noqa: E731
     with autocast():
@@ -90,7 +90,7 @@ def test_masks_are_made_the_same_under_autocast():
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather", "ulysses"])
 def test_ranks_cast_before_they_send(schedule):
-    """Results equal those of cast shards, so that messages hold the low precision."""
+    """Results equal results of cast shards, so that messages have the low precision."""
     world = simulate(2)
     plan = world.make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16), schedule=schedule)
     x = [world.shard(t.detach(), plan, dim=2) for t in qkv(torch.float32, LOW, torch.float32)]

@@ -204,7 +204,7 @@ def without_gradients(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return expand_latent(latent, *arguments)
 
 
-# Functions of which some result has no derivative, for some or all of the arguments.
+# Functions with a result that has no derivative, for some or all of the arguments.
 CONSTANTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "detached results": lambda *x: tuple([one.detach() for one in expand_latent(*x)]),
     "a detached key": lambda *x: (expand_latent(*x)[0].detach(), expand_latent(*x)[1]),

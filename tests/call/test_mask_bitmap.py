@@ -40,7 +40,7 @@ def inputs(batch=2, heads=4, kv_heads=2, dtype=torch.float32):
 
 
 def check_ranks(mask, world_size, balancer, heads=4):
-    """Check that outputs and gradients of simulated ranks equal those of the dense oracle."""
+    """Check that outputs and gradients of simulated ranks equal the dense reference."""
     x = qkv(S, batch=2, heads=heads, kv_heads=heads // 2, v_dim=24)
     plan, start = make_plan(mask, world_size=world_size, balancer=balancer), cotangents(x)
     agree(over_ranks(x, plan, start=start), oracle(x, plan.mask, start=start))

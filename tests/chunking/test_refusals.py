@@ -237,7 +237,7 @@ def test_nodes_without_a_module_are_inside_if_inputs_and_users_are():
     between = dict.fromkeys(("cos", "cosh", "add", "getitem", "getitem_1", "add_2"), "layers.0") | {
         "mul": "layers.1"
     }
-    outside = {"getitem_3", "log"}  # an item of a sequence from outside, whatever its module
+    outside = {"getitem_3", "log"}  # an item of a sequence from outside, in any module
     assert inside == {name: path for name, path in (modules | between).items() if name not in outside}
 
 

@@ -202,7 +202,7 @@ def test_concrete_graphs_have_numbers_and_keep_their_marks(cpu_engine):
     assert len(concrete.graph.nodes) < len(symbolic.graph.nodes)
     check = torch.ops.aten._assert_scalar.default
     checks = [len(gm.graph.find_nodes(op="call_function", target=check)) for gm in (symbolic, concrete)]
-    assert 0 < checks[1] < checks[0]  # those of data stay
+    assert 0 < checks[1] < checks[0]  # symbols of data stay
     nodes = [
         [n for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)] for gm in (symbolic, concrete)
     ]

@@ -162,7 +162,7 @@ def test_counts_include_every_warp() -> None:
 
 
 def test_architectures_take_turns() -> None:
-    """Triton keeps kernels by device: each architecture is one of its own."""
+    """Triton keeps kernels by device, and each architecture is a separate device."""
     x = torch.randn(64)
     for architecture in ("sm_80", "sm_90", "sm_80"):
         out = torch.empty(64)
@@ -218,7 +218,7 @@ def add_atomically(X, OUT, n: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
 def test_atomic_sums(dtype: torch.dtype) -> None:
-    """Those of 16 bits are pairs, vectors of pairs, or loops around a compare-and-swap."""
+    """Atomic updates of 16 bits are pairs, vectors of pairs, or loops around a compare-and-swap."""
     x, out = torch.randint(0, 3, (256,)).to(dtype), torch.zeros(8, dtype=dtype)
     kernel: Any = add_atomically
     kernel[(2,)](x, out, 128)

@@ -1,4 +1,5 @@
-"""Caches of bounded size: the least recently used entries are evicted, and state is freed with its owner."""
+"""Caches of bounded size: entries that were not used for the longest time are evicted, and state is freed
+with its owner."""
 
 import gc
 import random

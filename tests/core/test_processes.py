@@ -1,4 +1,4 @@
-"""The pool of worker processes: each case has its result or the reason why there is none."""
+"""The pool of worker processes: each case has its result, or the reason why it has no result."""
 
 import os
 import signal

@@ -39,13 +39,13 @@ def test_bands_of_a_window_are_the_window(block: int, distance: int) -> None:
 
 
 def test_intervals_of_a_mask_mod_do_not_apply_to_full_blocks() -> None:
-    """Intervals are those of masked blocks: keys 0 to 3 are a full block, and 4 to 6 are in a masked one."""
+    """Intervals apply to masked blocks: keys 0 to 3 are a full block, and 4 to 6 are in a masked one."""
     check(Case(("pieces", 6), length=8, kv_length=46, block=4))
 
 
 @pytest.mark.parametrize("form", ["a capture", "the score", "a constant"])
 def test_a_score_mod_may_return_its_argument(form: str) -> None:
-    """The result has no memory of its own, or one number for many pairs; captures keep their values."""
+    """The result shares memory with others, or is one number for many pairs; captures keep their values."""
     q, k, v, table = leaves = tensors((1, 2, 90, 4), (1, 2, 90, 4), (1, 2, 90, 4), (2,))
     before = table.detach().clone()
 

@@ -40,7 +40,7 @@ def test_results_equal_plain_products(hidden: bool) -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("heads", [(4, 1), (4, 2), (3, 3)], ids=str)
 def test_gradients_equal_plain_products(heads: tuple[int, int], threads: int) -> None:
-    """With more threads than heads of k, each query head has a k of its own."""
+    """With more threads than heads of k, each query head gets a separate k."""
     count, kv_count = heads
     q, k, v, dout = tensors((1, count, 40, 8), (1, kv_count, 33, 8), (1, kv_count, 33, 8), (1, count, 40, 8))
     leaves = [x.requires_grad_() for x in (q, k, v)]

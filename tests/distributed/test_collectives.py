@@ -215,8 +215,8 @@ def test_an_error_names_a_request_with_its_peers() -> None:
 
 
 def test_collectives_of_a_gpu_start_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each starts asynchronously, on the communicator for data, with the request's own tensors: here named by
-    their rows."""
+    """Each starts asynchronously, on the communicator for data, with the tensors of the request: here named
+    by their rows."""
     started: list[tuple[Any, ...]] = []
 
     def start(name: str) -> Callable[..., str]:

@@ -52,7 +52,7 @@ def batch(step: int) -> list[Tensor]:
 
 
 def train(group: Any, plan: tritoncp.Plan, step: int, fault: Fault | None = None, call: Any = None) -> bool:
-    """One step; whether out and gradients are those of the whole batch."""
+    """Run one step; return whether out and gradients equal the whole batch."""
     shards = [tritoncp.shard(x, plan, dim=2).requires_grad_() for x in batch(step)]
     arguments = {"query": shards[0], "key": shards[1], "value": shards[2], "score_mod": None}
     if fault is not None:
@@ -303,7 +303,8 @@ def test_ranks_that_fail_alike_go_on(skew: float) -> None:
 
 
 def test_ranks_that_fail_at_different_calls_do_not_go_on() -> None:
-    """All ranks fail alike, and rank 1 again in the next call: its third call meets no older one."""
+    """All ranks fail at the same message, and rank 1 again in the next call: its third call meets no older
+    one."""
 
     def work(group: Any) -> list[Any]:
         few = fresh_group()
@@ -511,7 +512,7 @@ def test_the_error_of_a_lost_message_waits_for_the_others(monkeypatch: pytest.Mo
 def test_a_communicator_is_made_once_all_ranks_are_there(
     present: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three ranks, of which one or two others came."""
+    """One or two of three ranks came."""
 
     def connect() -> None:
         assert present == 2

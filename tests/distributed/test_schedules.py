@@ -200,7 +200,7 @@ def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, s
     def run() -> tuple[list[Tensor], list[Tensor]]:
         return world.flex_attention(*shards, lambda s, b, h, q, kv: s * slope[h], plan, return_lse=True)
 
-    run()  # translating the score_mod saves tensors of its own
+    run()  # translating the score_mod saves tensors too
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         outs, lses = run()
@@ -252,7 +252,8 @@ def test_a_message_ends_with_zeros() -> None:
 
 @pytest.mark.parametrize("add", [False, True])
 def test_partial_sums_of_keys_are_added_unless_batch_rows_share_them(add: bool) -> None:
-    """The engine of a GPU may split the query heads of a KV head; each part is computed in its own memory."""
+    """The engine of a GPU may split the query heads of a KV head; each part is computed in separate
+    memory."""
 
     class Engine:
         def split(self, *_: Any) -> int:

@@ -1,4 +1,4 @@
-"""The programs in examples/, on forked ranks with gloo: losses and gradients are those of one process."""
+"""The programs in examples/, on forked ranks with gloo: losses and gradients equal one process."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ END: mov.b32 %r2, 1;
 
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_every_waiting_warp_looks_again_before_a_deadlock(seed: int | None) -> None:
-    """Warp 0, which goes first, waits for warp 1, whose own wait is over at its second look."""
+    """Warp 0 goes first and waits for warp 1, whose wait is over at its second test."""
     out, faults = run(CHAIN + STORE + "ret;", shared=64, threads=64, seed=seed)
     assert not faults
     assert out.tolist() == [1] * 64

@@ -40,7 +40,7 @@ REPEATS = 25 if ON_GPU else 2
 
 @pytest.fixture(autouse=True)
 def by_the_rule(monkeypatch):
-    """Ignore measured tiles, since bits are compared with those of engines without them."""
+    """Ignore measured tiles, since bits are compared with engines without measured tiles."""
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
 
 

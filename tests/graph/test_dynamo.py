@@ -335,7 +335,7 @@ TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def test_objects_that_graphs_name_are_bounded(monkeypatch):
-    """A graph that runs keeps its own; one that did not run while many others did says what to do."""
+    """A running graph keeps its objects; a graph that did not run while many others did says what to do."""
     monkeypatch.setattr("tritoncp.graph.constants._CONSTANTS", BoundedCache(16))
     monkeypatch.setattr("tritoncp.graph.constants._NAMES", BoundedCache(16))
     in_use, idle, *others = [eval(f"lambda b, h, q_idx, kv_idx: {n}") for n in range(32)]

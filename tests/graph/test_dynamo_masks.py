@@ -143,7 +143,7 @@ def test_a_mask_mod_made_inside_around_tensors():
 
 
 def test_host_calls_break_the_graph_in_two():
-    """Dynamo traces none of tritoncp's own code at a break."""
+    """Dynamo traces no code of tritoncp at a break."""
     mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16)
     world = simulate(2)
     spread = world.make_plan(mask)

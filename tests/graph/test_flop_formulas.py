@@ -47,7 +47,7 @@ def attend(q, k, v, mask=None, **options):
 
 
 def test_counts_of_calls_without_a_mask_are_torchs():
-    """The formulas that torch registers for its own attention, which has as many key heads as query heads."""
+    """The formulas that torch registers for its attention, which has as many key heads as query heads."""
     q, k, v = (t.expand(-1, HEADS, -1, -1) for t in qkv(kv_heads=1))
     out = torch.empty(BATCH, HEADS, S, E)
     wants = (

@@ -40,7 +40,7 @@ class HasLoss(LlamaForCausalLM):
 
 
 def without_source(cls: type) -> Any:
-    """Return a subclass made by exec, with a forward method of its own."""
+    """Return a subclass made by exec, with another forward method."""
     names: dict[str, Any] = {"Base": cls}
     lines = (
         "class Made(Base):",
@@ -105,7 +105,7 @@ def test_every_table_of_attention_classes_is_extended() -> None:
     folder = Path(transformers.__file__).parent / "models"
     sources = {path: path.read_text() for path in folder.glob("*/modeling_*.py")}
     tables = {f"{p.parent.name}.{p.stem}" for p, text in sources.items() if "_ATTENTION_CLASSES[" in text}
-    assert tables and tables <= set(attention.TABLES)  # which has those of earlier releases, too
+    assert tables and tables <= set(attention.TABLES)  # which has the arguments of earlier releases, too
 
 
 def test_a_model_with_a_table_of_attention_classes_runs_as_eager() -> None:

@@ -47,7 +47,7 @@ def run(world_size, folder, **settings):
 
 @functools.cache
 def reference(folder, world_size=1, **settings):
-    """Train with torchtitan's own attention and context parallelism."""
+    """Train with torchtitan's attention and context parallelism."""
     return run(world_size, folder, adapter=False, **settings)
 
 

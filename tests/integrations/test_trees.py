@@ -32,7 +32,7 @@ def loss_and_gradients(model: Any, logits: Tensor, labels: Tensor) -> Any:
 
 
 def of_trajectories(name: str) -> Any:
-    """Return the same from logits of each trajectory alone, which are put together to those of the tree."""
+    """Return the same from logits of each trajectory alone, which are put together to logits of the tree."""
     model = models.build_model(name, "eager")
     rows = [model(x[None], use_cache=False).logits[0] for x in TRAJECTORIES]
     paths = torch.cat(PACKED.paths)

@@ -130,7 +130,7 @@ def ulp(x: Tensor, dtype: torch.dtype) -> float:
 
 
 def torchs(x: QKV, mask: tritoncp.Mask, score: Callable | None, start: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """out, dq, dk, dv of torch's eager flex attention in the tensors' own dtype."""
+    """out, dq, dk, dv of torch's eager flex attention in the tensors' dtype."""
     leaves = [t.detach().requires_grad_() for t in x]
     # Eager flex reads the mask_mod alone, so lists and mask_mod must say the same.
     out = flex.flex_attention(*leaves, score, mask.to_block_mask(), enable_gqa=True)

@@ -280,7 +280,7 @@ def test_every_program_of_a_dense_slot_or_a_window_has_rows(side: str) -> None:
 
 
 def test_masks_of_each_head_are_not_packed() -> None:
-    """Heads have tables of their own; the results are the same, also where packing is requested."""
+    """Heads have separate tables; the results are the same, also if packing is requested."""
     mask = block_mask(by_head, heads=HEADS)
     assert launch(ROWS, HEADS, 1, mask, keys=KEYS, PACK_GQA=True).args["PACK"] == 1
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)
@@ -338,7 +338,7 @@ def test_programs_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One for each query head where those of KV heads are fewer than two for each multiprocessor, and the
+    """One for each query head if there are fewer than two per multiprocessor for KV heads, and the
     partial sums stay small."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
     step, chosen = TritonEngine(Mods(), 1.0, arch="sm_90"), set()

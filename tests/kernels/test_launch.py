@@ -103,7 +103,7 @@ def test_a_kernel_is_launched_as_it_was_compiled_first() -> None:
 
 
 def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:
-    """One rank's queries are transposed, another's are not: each has tables, and so launches, of its own."""
+    """One rank's queries are transposed, another's are not: each has separate tables, and thus launches."""
     world = tritoncp.simulate(2)
     mask = create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16)
     plan, x = world.make_plan(mask), qkv(64, heads=2, dtype=torch.float64)

@@ -157,7 +157,7 @@ def test_defaults_fit_odd_dims(arch: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_mask_mods_and_sizes_of_one_may_spill_a_little(arch: str) -> None:
-    """A mask_mod's code takes registers of its own; sizes of one are constants to Triton."""
+    """A mask_mod's code takes more registers; sizes of one are constants to Triton."""
     check(arch, reports(arch, "bfloat16", (64, 128, 256), "mask_mod", "single", "pair"), spill=128)
 
 

@@ -88,7 +88,7 @@ def test_a_route_with_correct_results_is_used(
 
 @pytest.mark.bits
 def test_results_of_a_trial_have_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered heads lie apart in out, so launches there are not those of the verification."""
+    """Gathered heads are not adjacent in out, so the verification has other launches."""
     monkeypatch.setattr(traffic, "SMALL", 0)
     x, mask = qkv(N, batch=2, heads=4, kv_heads=2, dtype=COARSE), MASKS["causal"](N)
     plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="allgather")

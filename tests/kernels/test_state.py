@@ -135,7 +135,7 @@ def test_steps_of_half_precision_round_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_gradients_added_over_steps_equal_the_gradients_of_one_step(name: str) -> None:
-    """dQ is added to by every piece of the keys; each piece has its own dK and dV."""
+    """Every piece of the keys adds to dQ; each piece has a separate dK and dV."""
     mask = MASKS[name]
     x = tensors(mask, dtype=F64)
     plan, engine = single(mask), engine_of(x, mask.mask_mod, alibi)

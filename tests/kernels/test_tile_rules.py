@@ -220,7 +220,7 @@ def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.bar(9)
 def test_strides_whose_products_pass_31_bits_are_wide() -> None:
-    """Those of rows and channels, of which a tile has 256 each."""
+    """The strides of rows and channels; a tile has 256 of each."""
     for place, stride in product(range(4), ((1 << 22) - 1, 1 << 22)):
         strides = [stride if d == place else 1 for d in range(4)]
         x = torch.empty_strided((1, 1, 2, 2), strides, device="meta")

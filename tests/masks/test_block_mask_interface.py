@@ -100,7 +100,7 @@ def test_an_index_selects_the_same_blocks_as_in_torch(name, index) -> None:
     part = ours[index]
     assert num_batch_rows(part.mask_mod) == (part.B if num_batch_rows(ours.mask_mod) > 1 else 1)
     assert torch.equal(listed(part.to_block_mask()), listed(theirs))
-    # and the pairs are those of the whole: an int keeps its dimension
+    # and the pairs equal the whole mask's: an int keeps its dimension
     dense = ours.to_dense()
     steps = (1, 1, 64)
     for dim, (selected, step) in enumerate(zip(parts, steps)):

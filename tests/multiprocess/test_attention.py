@@ -1,4 +1,4 @@
-"""Real ranks, each with its own process: cases of PyTorch's matrix, and rows of our own."""
+"""Real ranks, each in a separate process: cases of PyTorch's matrix, and further rows."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_a_pickled_plan_of_a_long_sequence_is_small() -> None:
 
 
 def test_a_plan_is_passed_to_a_process_in_few_files() -> None:
-    """A worker hands every tensor over in a file of its own, and a process may have about a thousand open."""
+    """A worker passes every tensor in a separate file, and a process may have about a thousand open."""
     mask = mask_of(PACKED[0])
     counts = []
     for world_size in (2, 90):

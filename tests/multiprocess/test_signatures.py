@@ -1,4 +1,4 @@
-"""The first call of each signature is compared, later ones are looked up; caches of groups are their own."""
+"""The first call of each signature is compared, later ones are looked up; groups have separate caches."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ DIFFERENCES: dict[str, tuple[str, tuple[Any, Any], tuple[str, str]]] = {
 
 @pytest.mark.bar(18)
 def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
-    """Each in a group of its own, with a plan and with a raw mask, and after a call that agrees, unless rank
-    0's is the same."""
+    """Each runs in a separate group, with a plan and with a raw mask, and after a call that agrees, unless
+    rank 0's is the same."""
 
     def work(group: Any) -> list[tuple[str, str]]:
         said = []
@@ -288,7 +288,7 @@ def test_a_new_group_shares_nothing_with_a_destroyed_one(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_ranks_may_be_in_different_numbers_of_groups(schedule: str) -> None:
-    """Rank 0 may have another group of its own, for example for evaluation."""
+    """Rank 0 may have another group, for example for evaluation."""
 
     def work(group: Any) -> Tensor:
         own = dist.new_group([0], timeout=timedelta(seconds=20))

@@ -49,7 +49,7 @@ def fetched_rows(plan: Plan) -> int:
 
 
 def fetched_share(plan: Plan) -> float:
-    """Return the rows that a fetch sends, as a share of those of an all-gather."""
+    """Return the number of rows that a fetch sends, divided by the rows of an all-gather."""
     return fetched_rows(plan) / ((plan.world_size - 1) * plan.kv.length)
 
 
@@ -105,7 +105,7 @@ def test_balancers_assign_blocks_of_any_mask_and_are_deterministic(
 
 
 def work_of_blocks(visible: Tensor, world_size: int) -> Work:
-    """Make the work of blocks, each of which costs its number of ``visible`` columns: bool [n, n]."""
+    """Make the work of blocks that cost their number of ``visible`` columns: bool [n, n]."""
     runs = Runs.from_kinds(torch.where(visible, int(Kind.MASKED), ABSENT).to(torch.uint8)[None, None])
     return Work(visible.sum(1).double(), world_size, (runs,))
 
@@ -252,7 +252,7 @@ def test_several_masks_each_count_for_one_layer() -> None:
     assert len(both.sees) == 2 and torch.equal(both.sees[1], alone.sees[0])
 
 
-# -- a balancer of one's own --------------------------------------------------------------------------
+# -- custom balancers ---------------------------------------------------------------------------------
 
 
 def deal_by_parity(work: Work) -> list[range]:
@@ -300,7 +300,7 @@ def test_balancers_count_work_as_plans_do(length: int, world_size: int, name: st
 
 
 def test_blocks_are_swapped_with_any_rank_that_makes_the_busiest_less_busy() -> None:
-    """The least busy rank, the second, has no block to swap."""
+    """The idlest rank, the second, has no block to swap."""
     owner, costs = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([2, 2, 2, 1.5, 1.2], dtype=torch.float64)
     work: Any = SimpleNamespace(costs=costs, world_size=3)
     assert torch.equal(even_work(owner.clone(), work, 4), owner)  # no rank exceeds it

@@ -74,7 +74,7 @@ def test_times_of_a_small_case_equal_times_computed_by_hand(
 def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
     world_size: int, latent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of 256 tokens that see all keys, their own, or those of rank 0 alone."""
+    """Ranks of 256 tokens that see all keys, only their keys, or only rank 0's keys."""
     monkeypatch.setattr(traffic, "SMALL", 0)
     monkeypatch.setattr(traffic, "HEAD_GROUPS", 4)
     size, inf = 256 * world_size, float("inf")

@@ -50,7 +50,7 @@ def test_needs_are_the_chunks_of_visible_keys(name, chunks):
 
 
 def test_whole_blocks_are_needed_as_listed():
-    """A list of all blocks of a causal mask, of which half hold no visible key."""
+    """A list of all blocks of a causal mask; half of them have no visible key."""
     every = Runs.from_kinds(torch.full((1, 1, 3, 3), int(Kind.MASKED), dtype=torch.uint8))
     assert make_plan(replace(MASKS["causal"](), runs=every)).needs(3).all()
 

@@ -77,7 +77,8 @@ def test_work_sums_to_the_listed_blocks_of_the_mask(mask: Mask, world_size: int)
     want = float(((MASKED_BLOCK_COST * masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
     for balancer in BALANCERS:
         plan = build(mask, world_size, balancer=balancer)
-        # A placement shared by batch rows does each row's work; one per row, its own.
+        # A placement that batch rows share does the work of all rows; a placement per row does the row's
+        # work.
         assert sum(plan.work) == pytest.approx(want)
         assert len(plan.work) == world_size
         assert plan.imbalance == pytest.approx(max(plan.work) * world_size / want if want else 1)

@@ -85,7 +85,7 @@ def test_a_fetch_has_the_visible_remote_blocks_and_no_other(
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_arrive_where_their_slots_say(name: str) -> None:
-    """Send each row's own global position instead of keys."""
+    """Send the global position of each row instead of keys."""
     all_plans = plans(name, "ptrr", 3)
     batch = max(len(plan.fetch.slots) for plan in all_plans)
     sent = []

@@ -182,7 +182,7 @@ def test_an_error_on_the_device_makes_no_other_candidate_wrong(monkeypatch):
 
 
 def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share():
-    """By the tiles of another GPU: an interpreter has no use for those of few rows."""
+    """Uses the tiles of another GPU, since the interpreter has no tiles for few rows."""
     problem = replace(SMALL.problem, mask="full", heads=4, seq=256, queries=1)
     target, config = Target("few", problem), Config(64, 32, 4, 1)
     checked = DeviceBench(CPU)._problem_for(target)

@@ -73,7 +73,7 @@ GLUON, SECOND, *_ = (config for config in candidates(ROUTE, "sm_90") if config.R
 
 
 def by_route(**times):
-    """Times by route: the best loops take 0.8; GLUON and SECOND those of their names."""
+    """Times by route: the best loops take 0.8; GLUON and SECOND take the times of their names."""
 
     def cost_of(config):
         if getattr(config, "ROUTE", "loops") == "loops":
@@ -190,7 +190,7 @@ def test_a_config_that_does_not_fit_a_step_is_dropped(tmp_path):
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 def test_both_ways_to_copy_a_tile_are_tried_where_there_are_both(kernel):
-    """The rule's own tiles of both ways are candidates, and no way that strides forbid is."""
+    """Default tiles of both ways are candidates, unless strides forbid a way."""
     target = replace(TARGET, kernel=kernel)
     for arch, ways in (("sm_90", {True, False}), ("sm_100", {True, False}), ("sm_80", {False})):
         configs = candidates(target, arch)

@@ -1,4 +1,4 @@
-"""Plans as text, JSON and pictures, and `tritoncp plan`: each shows the plan's own figures."""
+"""Plans as text, JSON and pictures, and `tritoncp plan`: each shows the figures of the plan."""
 
 import html
 import json
