@@ -95,7 +95,7 @@ def test_a_degree_need_not_divide_the_heads(heads: int, group: int, world: int, 
 
 @pytest.mark.parametrize("schedule", BETWEEN)
 @pytest.mark.parametrize(("batch", "rows"), [(0, 32), (1, 0), (2, 0)])
-def test_ranks_without_tokens_exchange_heads(batch: int, rows: int, schedule: str) -> None:
+def test_empty_shards_are_exchanged_for_heads(batch: int, rows: int, schedule: str) -> None:
     world = simulate(2)
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, rows, rows, BLOCK_SIZE=16)
     plan = world.make_plan(mask, schedule=schedule)

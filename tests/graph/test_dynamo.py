@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
 from tests.graph.compiled_calls import Compiled
+from tests.draws import by_turns
 from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
 from tritoncp.call import autograd, plan_cache, traced
@@ -170,8 +171,7 @@ NUMBERS = {  # calls with a number n, and mods and masks that are made of it ins
 }
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(("name", "dynamic"), by_turns(NUMBERS, (None, True)))
 def test_a_number_that_changes_compiles_at_most_twice(name, dynamic):
     """So that no number of values reaches Dynamo's limit of compilations."""
     takes_floats = name.startswith("s") and name != "sliding_window"

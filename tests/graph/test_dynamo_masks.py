@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import tritoncp
 from tests.command_process import run_code
 from tests.graph.compiled_calls import Compiled
+from tests.draws import by_turns
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, shard, simulate
 from tritoncp.graph import handle_ops
 
@@ -83,9 +84,10 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("combine", COMBINED.values(), ids=COMBINED)
-def test_masks_combined_inside_are_in_the_graph(combine, dynamic):
+@pytest.mark.parametrize(("name", "dynamic"), by_turns(COMBINED, (None, True)))
+def test_masks_combined_inside_are_in_the_graph(name, dynamic):
+    combine = COMBINED[name]
+
     def layer(x, n):
         mask = create_block_mask(combine(n), None, None, S, S)
         return flex_attention(flex_attention(x.sin(), x, x, block_mask=mask), x, x, block_mask=combine(n))

@@ -330,7 +330,8 @@ def shorten(reason: str) -> str:
     'models of this config have no argument position_ids'
     """
     text = re.sub(r"\b\w+Config\b", "this config", reason.partition(". ")[0])
-    return re.sub(r" \(\w+(, \w+)*\)|(?<!not tried: )\bValueError: ", "", text)
+    text = re.sub(r": run \w+( model)? (on whole sequences, )?without shard_batch$", "", text)
+    return re.sub(r"^(not tried: )?\w+: | \(\w+(, \w+)*\)", "", text)
 
 
 WAYS = "**One process: {}. Several ranks: {}. Packed documents: {}.**"

@@ -86,7 +86,7 @@ def test_steps_come_in_any_order() -> None:
             close(got, exact, str(order))
 
 
-def test_the_state_is_finite_only_for_rows_that_saw_keys() -> None:
+def test_the_state_has_the_max_sum_and_values_of_the_keys_seen() -> None:
     """m: largest score in log2 units; l: sum of exp2(score - m); acc: the weighted sum of values. Rows
     without a visible key: -inf, 0, 0. No other memory is written."""
     mask = MASKS["causal"]

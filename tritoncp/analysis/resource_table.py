@@ -130,7 +130,8 @@ def origin() -> dict[str, str]:
 
 
 def _is_kernel(function: ast.FunctionDef) -> bool:
-    return any(ast.unparse(decorator).endswith("jit") for decorator in function.decorator_list)
+    decorators = map(ast.unparse, function.decorator_list)
+    return any(decorator.endswith(("jit", "constexpr_function")) for decorator in decorators)
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:

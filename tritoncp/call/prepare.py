@@ -41,7 +41,10 @@ SCALE = Facts._fields.index("scale")
 
 def prepare(arguments: Arguments, plan: Plan, kind: CallKind | None = None) -> Call:
     """Make the record of a call of this plan, after the checks of its kernel options, score_mod and scale,
-    with its facts if they are kept. kind: kind of the checked call; None for a simulated world"""
+    with its facts if they are kept. kind: of the checked call; None: of a simulated world
+
+    Ranks are compared, and the engine is found or made, at the start of a pass: under a dispatch mode other
+    tensors may reach it than were passed to the call."""
     query, options = arguments.query, arguments.kernel_options
     if options:
         check_options(options, architecture(query.device))
