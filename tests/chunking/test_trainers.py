@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.chunking import models
 from tests.chunking.models import compiled, in_chunks
+from tests.draws import by_turns
 from tritoncp import causal, flex_attention
 from tritoncp.chunking import Eager, Pass, chunk, mark
 
@@ -143,13 +144,20 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+OF_LONG = ("a layer called three times", "torch's attention")  # others have their parts
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in OF_LONG)) for name in MODELS]
+)
 def test_models_of_trainers_have_the_bits_of_eager_chunking(name):
     make, dim, chunks = MODELS[name]
     assert_bits_of_eager(make(), dim, chunks)
 
 
-@pytest.mark.parametrize(("dim", "chunks", "rows"), [("seq", 3, 7), ("batch", 3, 7)])
+@pytest.mark.parametrize(
+    ("dim", "chunks", "rows"), [("seq", 3, 7), pytest.param("batch", 3, 7, marks=pytest.mark.long)]
+)
 def test_the_last_chunk_is_shorter_where_chunks_do_not_divide_the_rows(dim, chunks, rows):
     """The mean over tokens is taken outside of the region, and weighs each token alike."""
     model, reports, where = Model(Block(), Plain()), [], ("batch", "seq").index(dim)
@@ -417,8 +425,7 @@ class Placed(Plain):
         return super().forward(x * turn)
 
 
-@pytest.mark.parametrize("reads_table", [False, True])
-@pytest.mark.parametrize("dim", ["batch", "seq"])
+@pytest.mark.parametrize(("dim", "reads_table"), by_turns(("batch", "seq"), (False, True)))
 def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warning(reads_table, dim):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -479,6 +486,7 @@ def train(model: nn.Module, call: Callable[..., Tensor], marks: bool) -> list[fl
     return losses
 
 
+@pytest.mark.long
 def test_layers_with_routed_experts_train_in_chunks_with_the_losses_of_the_whole():
     """Four steps of rotary attention and sorted experts, whose counters chunks share."""
     whole = models.Model(models.Shape(experts=3, dispatch="sorted"))
