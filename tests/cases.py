@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
@@ -295,14 +295,18 @@ def spread(factors: Mapping[str, Sequence[Any]], count: int) -> list[Case]:
     return [case_of(dict(zip(factors, row)), seed) for seed, row in enumerate(zip(*columns), 1)]
 
 
-def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield rows that together contain every pair of values of every two factors.
+def pairs(factors: Mapping[str, Sequence[Any]], apart: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield rows that together contain every pair of values of every two factors, but for the two factors
+    ``apart``, if there are any: of these, every value.
 
     Greedy: a row begins with a missing pair, then each factor takes the value that adds most missing pairs.
     """
-    choices = [[(i, j) for j in range(len(values))] for i, values in enumerate(factors.values())]
+    choices = {name: [(i, j) for j in range(len(values))] for i, (name, values) in enumerate(factors.items())}
     missing = dict.fromkeys(
-        pair for one, other in itertools.combinations(choices, 2) for pair in itertools.product(one, other)
+        pair
+        for one, other in itertools.combinations(choices, 2)
+        for pair in itertools.product(choices[one], choices[other])
+        if {one, other} != {*apart}
     )
 
     def count_new(choice: tuple[int, int], row: list[tuple[int, int]]) -> int:
@@ -310,7 +314,7 @@ def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
     while missing:
         row = list(next(iter(missing)))
-        for values in choices:
+        for values in choices.values():
             if not set(values) & set(row):
                 row.append(max(values, key=partial(count_new, row=row)))
         row.sort()
