@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from tests.command_process import ROOT
 from tritoncp import doctor
 from tritoncp.cli import main
-from tritoncp.ops.tile_tables import Device
+from tritoncp.measured_tiles.tile_tables import Device
 
 
 def all_commands(

@@ -11,11 +11,11 @@ import torch
 
 import tritoncp
 from tests.command_process import python
+from tests.measured_tiles.measured_tiles import CPU, places, put
 from tests.multiprocess import ranks
-from tests.ops.measured_tiles import CPU, places, put
 from tritoncp.core import log_lines
 from tritoncp.kernels import options
-from tritoncp.ops import tile_tables
+from tritoncp.measured_tiles import tile_tables
 
 __all__ = ["places"]  # a fixture
 

@@ -22,9 +22,9 @@ from tests.multiprocess import ranks
 from tritoncp import ContextParallel, checkpoint_policy, make_plan, shard, unshard
 from tritoncp.api.inner_attention import KNOWN
 from tritoncp.api.keywords import INSTEAD
+from tritoncp.call import autograd
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import SCHEDULES
-from tritoncp.ops import autograd
 from tritoncp.reference.dense import dense_attention
 
 S, HEADS, DIM = 96, 2, 8

@@ -187,7 +187,7 @@ def test_moves_are_computed_once_for_a_pair() -> None:
     world = tritoncp.simulate(4)
     plan = world.make_plan(tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=4))
     shards = world.shard(torch.randn(64), plan, dim=0)
-    with mock.patch("tritoncp.ops.reshard.moves_between", wraps=moves.moves_between) as computed:
+    with mock.patch("tritoncp.graph.reshard.moves_between", wraps=moves.moves_between) as computed:
         for _ in range(3):
             reshard([x.clone() for x in shards], plan, None, world, dim=0)
             reshard(shards, plan.for_rank(2), None, world, dim=0)

@@ -24,7 +24,7 @@ from tritoncp.chunking import attention, chunk, concretise
 from tritoncp.chunking.regions import describe_modules, is_backward, regions_of
 from tritoncp.chunking.sizes import free_symbols
 from tritoncp.core import handles
-from tritoncp.ops.call import decode_spec, encode_spec
+from tritoncp.graph.spec import decode_spec, encode_spec
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 X = torch.randn(4, 8, 6)

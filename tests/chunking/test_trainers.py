@@ -430,7 +430,7 @@ def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warnin
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_bits_of_eager(Model(Placed(reads_table)), dim)
-    place_warnings = [one for one in caught if "first ones, not those of its place" in str(one.message)]
+    place_warnings = [one for one in caught if "first ones, not the ones at its place" in str(one.message)]
     assert {one.filename for one in place_warnings} == ({__file__} if dim == "seq" else set())
     assert all(("slice" if reads_table else "arange") in str(one.message) for one in place_warnings)
 
@@ -449,7 +449,7 @@ class Counted(Placed):
 
 
 def test_slices_of_a_chunk_and_of_a_buffer_that_chunks_change_hide_no_warning():
-    with pytest.warns(UserWarning, match="arange.* first ones, not those of its place"):
+    with pytest.warns(UserWarning, match="arange.* first ones, not the ones at its place"):
         assert_bits_of_eager(Model(Counted()), "seq")
 
 

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 import tritoncp
 from tests.api.test_parallel import FlexAttention
+from tests.call.test_expand import expand_latent, inputs
 from tests.multiprocess.ranks import attempt, run
-from tests.ops.test_expand import expand_latent, inputs
 from tritoncp import causal, document, flex_attention, full_mask, make_plan
 from tritoncp.distributed import consistency
 from tritoncp.planning import SCHEDULES

@@ -16,13 +16,13 @@ import tritoncp
 from tests.kernels.support.harness import F32, F64, agree, cotangents, oracle, over_ranks, qkv
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp import Mask, and_masks, causal, document
+from tritoncp.call import engine_factory
 from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Ticket
 from tritoncp.distributed.schedules import SCHEDULES, buffers
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.masks import create_block_mask
-from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
 from tritoncp.planning.build import build
 

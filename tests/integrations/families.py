@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from tests.multiprocess import ranks
-from tritoncp.core.worker_pool import Lost, WorkerPool
+from tritoncp.core.processes import Lost, WorkerPool
 from tritoncp.integrations.transformers import register, shard_batch
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
@@ -329,35 +329,40 @@ def shorten(reason: str) -> str:
     'models of this config have no argument position_ids'
     """
     text = re.sub(r"\b\w+Config\b", "this config", reason.partition(". ")[0])
-    return re.sub(r" \(\w+(, \w+)*\)|(?<!not tried: )\bValueError: ", "", text)
+    text = re.sub(r": run \w+( model)? (on whole sequences, )?without shard_batch$", "", text)
+    return re.sub(r"^(not tried: )?\w+: | \(\w+(, \w+)*\)", "", text)
+
+
+WAYS = "**One process: {}. Several ranks: {}. Packed documents: {}.**"
 
 
 def read_table() -> dict[str, list[str]]:
     """Return the cells of each family of the page: its name, three ways, the reason."""
-    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][2:]
-    return {
-        family: [family, *(cell.strip() for cell in (*ways, reason))]
-        for *ways, reason, families in rows
-        for family in re.findall("`(.+?)`", families)
-    }
+    cells = {}
+    for line in PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines():
+        if line.startswith("**"):
+            ways = re.findall(r": ([^.]+)\.", line)
+        if line.startswith("- "):
+            families, _, reason = line.partition("`: ")
+            cells |= {name: [name, *ways, reason] for name in re.findall(r"`([\w.-]+)", families)}
+    return cells
 
 
 def write_table(rows: dict[str, list[str]]) -> None:
-    """Write all families into the page, those with equal cells in one row."""
-    heads = ["one process", "several ranks", "packed documents", "reason", "families"]
+    """Write all families into the page, in one list for equal ways and one item for equal reasons."""
     count = [sum(row[i] == "yes" for row in rows.values()) for i in (1, 2, 3)]
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for _, (family, *cells) in sorted(rows.items()):
-        groups.setdefault(tuple(cells), []).append(f"`{family}`")
-    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     lines = [
         f"transformers {transformers.__version__}: of {len(rows)} families {count[0]} work on one process, "
-        f"{count[1]} on several ranks, {count[2]} with packed documents on several ranks.",
-        "",
-        *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * 5)),
-        *(f"| {' | '.join(cells)} | {', '.join(families)} |" for cells, families in ordered),
+        f"{count[1]} on several ranks, {count[2]} with packed documents on several ranks."
     ]
+    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for _, (family, *ways, reason) in sorted(rows.items()):
+        groups.setdefault(tuple(ways), {}).setdefault(reason, []).append(f"`{family}`")
+    order = ["yes", "no", "–"]
+    for ways, reasons in sorted(groups.items(), key=lambda group: [order.index(way) for way in group[0]]):
+        lines += ["", WAYS.format(*ways), ""]
+        for reason, families in sorted(reasons.items(), key=lambda item: -len(item[1])):
+            lines.append(f"- {', '.join(families)}" + f": {reason}" * bool(reason))
     head, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import transformers
 
 from tests.integrations import families
 from tritoncp.integrations.transformers import shard_batch
@@ -16,7 +17,10 @@ OTHERS = [pytest.mark.nightly, pytest.mark.integrations]
 
 
 def test_every_family_has_a_row() -> None:
-    assert families.read_table().keys() == HEADS.keys()
+    rows = families.read_table().keys()
+    assert HEADS.keys() <= rows
+    if f"transformers {transformers.__version__}:" in families.PAGE.read_text():  # an earlier one has fewer
+        assert rows == HEADS.keys()
 
 
 @pytest.mark.usefixtures("cpu_engine")

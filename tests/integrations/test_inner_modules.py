@@ -251,5 +251,5 @@ def refusals(group):
 
 
 def test_sharded_heads_without_a_meaning_are_refused():
-    """tests/api/mistakes.toml has the other arguments."""
+    """tests/call/mistakes.toml has the other arguments."""
     ranks.run(1, refusals)

@@ -16,11 +16,11 @@ from triton.runtime.jit import mangle_type
 import tritoncp
 from tests.kernels.support.harness import qkv
 from tritoncp import causal, create_block_mask, make_plan
+from tritoncp.call import executable
+from tritoncp.call.executable import caches_of
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.layouts import layout_of, specialisation_of
 from tritoncp.kernels.operands import Mods
-from tritoncp.ops import executable
-from tritoncp.ops.executable import caches_of
 from tritoncp.planning.step_tables import ForwardStep
 from tritoncp.reference.dense import dense_attention
 

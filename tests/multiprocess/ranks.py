@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tritoncp.core.process_environment import use_loopback_interface
+from tritoncp.core.processes import use_loopback_interface
 
 if not torch.cuda.is_available():
     # The first backward pass of a process starts a thread for each device, and its forks may then run none. A

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import tritoncp
 from tests.multiprocess.ranks import attempt, run
-from tritoncp.api import plan_cache
+from tritoncp.call import plan_cache
+from tritoncp.call.prepare import MAX_SCALES
 from tritoncp.distributed import collectives
 from tritoncp.masks import MaskMod
-from tritoncp.ops.signatures import MAX_SCALES
 from tritoncp.reference.dense import dense_attention
 
 S = 32

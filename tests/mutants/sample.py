@@ -20,8 +20,8 @@ MODULES = {
     "planning": "tritoncp/planning",
     "masks": "tritoncp/masks",
     "distributed": "tritoncp/distributed",
-    "signatures": "tritoncp/ops/signatures.py",
-    "plan_cache": "tritoncp/api/plan_cache.py",
+    "prepare": "tritoncp/call/prepare.py",
+    "plan_cache": "tritoncp/call/plan_cache.py",
     "chunking": "tritoncp/chunking",
     "kernels": "kernels",
 }

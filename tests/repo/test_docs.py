@@ -31,7 +31,7 @@ from torch._inductor import config as inductor_config
 import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import cli
-from tritoncp.core.process_environment import use_loopback_interface
+from tritoncp.core.processes import use_loopback_interface
 from tritoncp.kernels import options
 from tritoncp.reference.dense import dense_attention
 
@@ -43,6 +43,7 @@ gallery, tables = map(importlib.import_module, ("gallery", "tables"))
 ELSEWHERE = {
     "compiled_kernels.md",
     "transformers.md",
+    "trl.md",
 }  # tests/compiled and tests/integrations run their programs
 PAGES = ["../README.md", *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))]
 PICTURES = {

@@ -20,10 +20,9 @@ from click.testing import CliRunner
 import tritoncp
 from tests.repo.test_imports import modules
 from tritoncp import chunking, masks
-from tritoncp.api import dynamo
+from tritoncp.call import autograd, traced
 from tritoncp.cli import main
 from tritoncp.integrations import transformers
-from tritoncp.ops import autograd
 from tritoncp.perf import exit_codes
 
 # Members of classes whose other members serve the package alone. Users make no objects of these classes by
@@ -154,7 +153,7 @@ def kernel_options() -> Iterable[str]:
 
 
 def op_schemas() -> Iterator[str]:
-    assert autograd.forward_op and dynamo.plan_op  # these modules register all ops
+    assert autograd.forward_op and traced.plan_op  # these modules register all ops
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         if name.startswith("tritoncp::"):
             yield str(getattr(torch.ops.tritoncp, name.removeprefix("tritoncp::")).default._schema)

@@ -19,7 +19,7 @@ from tritoncp.analysis.launches import CallTensors, launch_of
 from tritoncp.kernels import engine
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.ops import tile_tables
+from tritoncp.measured_tiles import tile_tables
 from tritoncp.perf.suite import check
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning import search, targets
@@ -158,11 +158,11 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
     assert "something is in the way" in (bench.wrong(ROUTE, GLUON) or "")
     obstacles.clear()
     assert bench.wrong(ROUTE, GLUON) is None and bench.milliseconds(ROUTE, GLUON) > 0
-    checked, ring = bench._problem_for(ROUTE), CallTensors.in_steps
+    checked, ring = bench._problem_for(ROUTE), CallTensors.run_two_steps
     checked._lse[0, 0, 5] += 0.01
     assert (bench.wrong(ROUTE, GLUON) or "").startswith("lse is off by")
     checked._lse[0, 0, 5] -= 0.01
-    monkeypatch.setattr(CallTensors, "in_steps", lambda *arguments: ring(*arguments) * 1.001)
+    monkeypatch.setattr(CallTensors, "run_two_steps", lambda *arguments: ring(*arguments) * 1.001)
     assert (bench.wrong(ROUTE, GLUON) or "").startswith("out in steps is off by")
 
 

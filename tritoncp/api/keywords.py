@@ -1,4 +1,4 @@
-"""Keywords of other attention functions, and what to do instead: the ends of errors about them."""
+"""Keywords of other attention functions, and advice for errors about them."""
 
 from __future__ import annotations
 

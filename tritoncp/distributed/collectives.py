@@ -3,7 +3,8 @@
 A pass of a schedule is a generator: it yields a collective to start and gets back a ticket, yields the ticket
 to wait and gets back the tensor. Computation between the two overlaps with the messages. ``run`` drives one
 rank over a process group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a
-time; ``run_alone`` drives a rank without a group."""
+time; ``run_alone`` drives a rank without a group.
+"""
 
 import itertools
 from collections.abc import Generator, Sequence

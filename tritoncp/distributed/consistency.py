@@ -1,7 +1,8 @@
 """Consistency checks between ranks: ranks compare facts, and all raise if facts differ.
 
 Every rank makes its plan from its mask; only a few integers are exchanged. Texts are exchanged only after a
-difference. If one rank fails, the others are told as in every call (:mod:`.failures`)."""
+difference. If one rank fails, the others are told as in every call (:mod:`.failures`).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ REMEDIES = {  # the facts that ranks compare, in this order, and the remedy for 
     "captures": "Captures of a score_mod are replicated: pass the same numbers and tensors on every rank.",
     "mask": "Every rank needs the same global mask: the same code, numbers and tensors; what depends on the "
     "rank, or on random numbers not seeded alike, does not belong into it.",
-    "placement": "A balancer of your own has to assign the same blocks on every rank.",
+    "placement": "A balancer has to assign the same blocks on every rank.",
 }
 
 Text = str | Callable[[], str]

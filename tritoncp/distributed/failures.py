@@ -54,9 +54,10 @@ class PeerLost(GroupClosed):
 class LogEntry(NamedTuple):
     """An entry of a group's log.
 
-    messages: number of messages that the rank had started kind:     FAILED: a call of the rank raised,
-    perhaps on all ranks; CLOSED: the rank makes no further calls; WAITED: a message did not arrive, and the
-    rank makes no further calls"""
+    messages: number of messages that the rank had started
+    kind:     FAILED: a call of the rank raised, perhaps on all ranks; CLOSED: the rank makes no further
+              calls; WAITED: a message did not arrive, and the rank makes no further calls
+    """
 
     rank: int
     messages: int

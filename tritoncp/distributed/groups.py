@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncp.core import log_lines
+from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.distributed import failures
 
 
@@ -61,7 +62,8 @@ def data_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
 
     It is the group itself, unless NCCL uses a stream of normal priority: its blocks would start only after
     the attention kernel that fills the GPU, so that nothing overlaps. Then it is a companion, a communicator
-    of the same ranks with a high-priority stream, which all ranks make in :func:`connect_data`."""
+    of the same ranks with a high-priority stream, which all ranks make in :func:`connect_data`.
+    """
     if device.type != "cuda":
         return group
     name = _COMPANIONS.get(group)
@@ -75,7 +77,8 @@ def connect_data(group: dist.ProcessGroup, device: torch.device | None = None) -
     at the first message and waits for all ranks, but a schedule's first message may involve only some.
 
     device: device of the call's tensors; None while a plan is made. A group that also serves CPU tensors is
-    connected only by a call with GPU tensors, since NCCL refuses ranks that share a GPU."""
+        connected only by a call with GPU tensors, since NCCL refuses ranks that share a GPU.
+    """
     if group.size() == 1 or group in _CONNECTED or _nccl_of(group) is None:
         return
     if device is None and not _serves_cpu(group):
@@ -116,7 +119,8 @@ def _make_companion(group: dist.ProcessGroup) -> str:
     other streams. All ranks of the group call this together. Returns its name.
 
     It is made like torch's new_group does, but with a fixed name: the names that new_group chooses depend on
-    the number of groups that a rank has made, which may differ between ranks."""
+    the number of groups that a rank has made, which may differ between ranks.
+    """
     store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
     torchs: Any = dist.distributed_c10d
 
@@ -140,7 +144,8 @@ def _without_split(world: dist.ProcessGroup) -> Iterator[None]:
     """Make new communicators without ncclCommSplit of the world's communicator, in a ``with`` block.
 
     If the world's group is bound to a device, torch splits new communicators from it. That waits for every
-    rank of the world, while ranks outside of the group do not take part."""
+    rank of the world, while ranks outside of the group do not take part.
+    """
     device = world.bound_device_id
     world.bound_device_id = None
     try:
@@ -242,3 +247,10 @@ def degree_of(mesh: Any) -> int:
     """Return the number of ranks that exchange heads: the second dimension of a two-dimensional mesh, 0 for
     any other mesh."""
     return mesh.size(1) if isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2 else 0
+
+
+@constant_result
+def place_in_group(mesh: Any) -> tuple[str, int, int]:
+    """Return (group name, world size, rank) of a mesh: constants of a graph under Dynamo."""
+    group = group_of(mesh)
+    return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())

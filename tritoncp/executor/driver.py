@@ -82,9 +82,9 @@ class Utilities:
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
         """Return module, function, registers, spills and threads of a kernel.
 
-        The module is None. Triton unloads any other, from version 3.8 on, when it drops the kernel: by the
-        driver that is active then, which may be a GPU's, or none at all. It loads a kernel without a module
-        again for some launches.
+        The module is None. From version 3.8 on, Triton unloads any other module when it drops the kernel, by
+        the driver that is active then, which may be a GPU's driver or none. For some launches it loads a
+        kernel without a module again.
         """
         path = self.driver.ptx
         kernel = LOADED.get(path)
@@ -93,7 +93,7 @@ class Utilities:
         return None, kernel, 0, 0, 1024
 
     def unload_module(self, module: Any) -> None:
-        """Unload a module of the GPU's driver, whose kernel is dropped while the executor is active."""
+        """Unload a module of the GPU's driver, if Triton drops its kernel while the executor is active."""
         drivers.default.utils.unload_module(module)
 
 
@@ -153,7 +153,7 @@ class Launcher:
     def descriptor(
         self, name: str, kind: str, argument: Any, extents: list[Extent], described: Any
     ) -> list[tuple[str, Any]]:
-        """Return the kernel parameters of a descriptor: with TMA a tensor map, else pointer, sizes and
+        """Return the kernel parameters of a descriptor: a tensor map with TMA, else pointer, sizes and
         strides; then sizes and strides."""
         extents.append(extent_of(argument.base, name))
         if described is not None:
@@ -171,7 +171,7 @@ class Launcher:
 
 
 def parameter_bits(kind: str, value: Any, memory: GlobalMemory) -> int | TensorMap:
-    """Return the bits of a kernel parameter; those of a pointer include the index of its region."""
+    """Return the bits of a kernel parameter; a pointer includes the index of its region."""
     if kind == "map":
         argument, meta = value
         return tensor_map(argument, meta, memory)
@@ -245,7 +245,8 @@ class ExecutorDriver(DriverBase):
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        """Return a device index, by which Triton caches kernels: unique to the architecture, and no GPU's."""
+        """Return a device index, by which Triton caches kernels: one per architecture, and not the index of a
+        GPU."""
         return 1000 + self.capability
 
     def set_current_device(self, device: int) -> None:

@@ -2,7 +2,8 @@
 
 Index lists and dense block maps of a million-token mask take hundreds of MiB; its runs take a few hundred
 KiB, because the listed blocks of a row nearly always form a few ranges. In a prefix tree only the blocks of a
-column form a few ranges: such a pattern is stored by column (`transposed_runs`)."""
+column form a few ranges: such a pattern is stored by column (`transposed_runs`).
+"""
 
 from __future__ import annotations
 

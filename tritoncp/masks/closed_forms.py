@@ -1,7 +1,8 @@
 """Closed forms: ready-made mask_mods with the interval of keys that each query row sees.
 
 torch's flex_attention and create_block_mask take them as ordinary mask_mods. A Mask of a closed form is
-computed by interval arithmetic: for a million tokens in a fraction of a second."""
+computed by interval arithmetic: for a million tokens in a fraction of a second.
+"""
 
 from __future__ import annotations
 

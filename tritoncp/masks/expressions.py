@@ -1,6 +1,6 @@
 """Parser of masks and score_mods written as text: mask expressions, lengths of documents, sizes in tokens.
 
-An expression is parsed with Python's own parser, and its mask built from the syntax tree; it is never run.
+An expression is parsed with Python's parser, and its mask built from the syntax tree; it is never run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from tritoncp.core.checked_json import parse_json
-from tritoncp.core.tracing import Mod
+from tritoncp.core.files import parse_json
 from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
 from tritoncp.masks.mask_mod import MaskFn, and_masks, not_, or_masks
 from tritoncp.masks.named import alibi, softcap
+from tritoncp.mods.tracing import Mod
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OPERATORS = {ast.BitAnd: and_masks, ast.BitOr: or_masks, ast.And: and_masks, ast.Or: or_masks}

@@ -1,7 +1,8 @@
 """Mask, the public class of block-sparse masks, and `create_block_mask`.
 
 Block lists win over the mask_mod, as in compiled flex attention: an unlisted block is invisible and a full
-block is unmasked, even if the mask_mod disagrees."""
+block is unmasked, even if the mask_mod disagrees.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.pytrees import register_handled
 from tritoncp.core.records import fields_of, record, replace
-from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import bound_ragged_blocks, lists_from_blocks
 from tritoncp.masks.block_mask_interface import (
     BlockMaskInterface,
@@ -37,6 +37,7 @@ from tritoncp.masks.transposed_runs import transpose
 from tritoncp.mods.fingerprint import ModState
 from tritoncp.mods.places import check_pickles
 from tritoncp.mods.snapshot import Snapshot, captured_state
+from tritoncp.mods.user_code import describe
 
 Device = str | torch.device
 
@@ -232,10 +233,16 @@ class Mask(BlockMaskInterface):
 
     @on_host
     def to_dense(self, B: int | None = None, H: int | None = None) -> Tensor:
-        """Return the visible pairs, bool [B, H, q_len, kv_len]. For tests and small masks. (torch's
-        ``BlockMask.to_dense`` shows listed blocks: ``mask.to_block_mask().to_dense()``.)
+        """Return the visible pairs. For tests and small masks.
 
-        B, H: batch rows and heads of the result if the mask has 1.
+        torch's ``BlockMask.to_dense`` shows listed blocks, which is ``mask.to_block_mask().to_dense()``.
+
+        Args:
+            B: batch rows of the result, if the mask has 1.
+            H: heads of the result, if the mask has 1.
+
+        Returns:
+            bool [B, H, q_len, kv_len].
         """
         self.check_state()
         runs = self.runs.expand(self.B if B is None else B, self.H if H is None else H)
@@ -342,7 +349,11 @@ class Mask(BlockMaskInterface):
     def draw(self, width: int = 64) -> str:
         """Draw the first batch row and head as text: █ full, ▒ partly listed, · empty.
 
-        width: max characters per line, and max lines; a character can stand for several blocks.
+        Args:
+            width: max characters per line, and max lines; a character can stand for several blocks.
+
+        Returns:
+            The lines as one text.
         """
         _, _, rows, cols = self.runs.shape
         scale = max(1, -(-max(rows, cols) // width))
@@ -468,8 +479,8 @@ def create_block_mask(
 
     Raises:
         ValueError: for lengths or sizes out of range, and for a closed form of another number of batch rows.
-        TypeError: for a mask_mod that is not a function, and for sizes that are not ints.
-        RuntimeError: for a mask_mod that reads state of a kind that cannot be checked for changes.
+        TypeError: for a mask_mod that is not a function or captures a DTensor, and for sizes that are not
+            ints.
     """
     _check_function(mask_mod)
     captured_state(mask_mod)  # refuses state that no mask can have

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tritoncp.core.pytrees import as_tree, refuse_collation
 from tritoncp.core.records import fields_of, record
-from tritoncp.core.tracing import reads_batch_or_head
-from tritoncp.core.user_code import call_mod, check_result
 from tritoncp.mods.places import check_pickles
+from tritoncp.mods.tracing import reads_batch_or_head
+from tritoncp.mods.user_code import call_mod, check_result
 
 MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Intervals = tuple[Tensor, Tensor]  # (lo, hi), see MaskMod.intervals
@@ -322,7 +322,7 @@ def name_of(part: MaskFn) -> str:
 
 
 def _intersect_bounds(bounds: tuple[int, ...]) -> int:
-    """Return the smallest of several window bounds, of which -1 is unbounded."""
+    """Return the min of several window bounds, where -1 is unbounded."""
     return min((bound for bound in bounds if bound != UNBOUNDED), default=UNBOUNDED)
 
 

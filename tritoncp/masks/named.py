@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.host_copy import normal_tensors
-from tritoncp.core.tracing import Mod
+from tritoncp.mods.tracing import Mod
 
 
 def softcap(cap: float = 50.0) -> Mod:

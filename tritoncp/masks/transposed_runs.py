@@ -2,7 +2,8 @@
 
 In a prefix tree each key is seen by one interval of queries, while a query may see thousands of intervals of
 keys: the runs of a million tokens in 10,000 segments take up to 140 MiB by row and 200 KiB by column.
-Placement and traffic are computed from columns; a rank lists its rows only, for its kernels."""
+Placement and traffic are computed from columns; a rank lists its rows only, for its kernels.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class Documents(NamedTuple):
         """Make Documents on the CPU from cumulative tokens and cumulative rows.
 
         name: of the argument, for messages. length: rows of the buffer; None: not checked. Raises ValueError
-        for cumulative lengths that do not start at 0, decrease, or do not fit the buffer."""
+            for cumulative lengths that do not start at 0, decrease, or do not fit the buffer.
+        """
         cu_seqlens, padded = (x.detach().cpu().long() for x in (cu_seqlens, padded))
         _check_cumulative(name, cu_seqlens)
         _check_cumulative(f"{name}_padded", padded)
@@ -58,7 +59,7 @@ class Documents(NamedTuple):
         if length is not None and int(padded[-1]) != length:
             raise ValueError(
                 f"{name} accounts for {int(padded[-1])} rows, the buffer has {length} on all ranks together; "
-                "cu_seqlens are those of the whole buffer, not of a shard, and rows that hold no token are "
+                "cu_seqlens describe the whole buffer, not a shard, and rows that hold no token are "
                 f"padding of the document before them: pass {name}_padded, which ends at {length}"
             )
         return cls(padded[:-1], tokens, rows)

@@ -2,7 +2,8 @@
 
 ``Config.limits["cap"]`` compiles to loads of a global, an attribute and a constant subscript. `code_reads`
 collects such chains once per code object; `fingerprint` evaluates them at each call. Attributes of other
-values (local variables, results of calls) are collected by name only."""
+values (local variables, results of calls) are collected by name only.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ addition.
 
 Atomic additions of floats round, so that the result depends on their order; additions of integers do not
 round. Each sum is a fixed-point number so wide that no addition rounds (U. Kulisch's long accumulator, with
-the range of gradients): five words of 30 bits, each in an int64 with 33 more bits for carries."""
+the range of gradients): five words of 30 bits, each in an int64 with 33 more bits for carries.
+"""
 
 from __future__ import annotations
 

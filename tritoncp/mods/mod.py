@@ -50,11 +50,14 @@ class Mod:
     Where `keep` (a bool tile of the score's shape) is set, `grad` also adds to `dcaps`, atomically.
     Indices are global and lie in [0, 2^30).
 
-    digest: hash of `source` and of the code of `graph`; Mods with one digest differ only in captures fn: a
-    Refusal if there is only a torch form wants: indices of the tensors whose gradients `grad` computes, in
-    the order of `dcaps` graph: `fn` as a torch graph; None for hand-written Triton back: `grad` without
-    additions to dcaps loads: number of axes of a score tile (q, kv) on which addresses of loads from
-    `tensors` depend: 0 if only on b and h, 2 if each score loads another value"""
+    digest: hash of `source` and of the code of `graph`; Mods with one digest differ only in captures
+    fn: a Refusal if there is only a torch form
+    wants: indices of the tensors whose gradients `grad` computes, in the order of `dcaps`
+    graph: `fn` as a torch graph; None for hand-written Triton
+    back: `grad` without additions to dcaps
+    loads: number of axes of a score tile (q, kv) on which addresses of loads from `tensors` depend: 0 if only
+        on b and h, 2 if each score loads another value
+    """
 
     digest: str
     source: str

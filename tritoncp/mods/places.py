@@ -2,7 +2,8 @@
 
 A place is ``module:path``, or ``module:path#digest`` for code of users: the digest of its bytecode tells an
 edited function from the original. A function made inside another one is found by the code of the outer one. A
-place is looked up in loaded modules; nothing is imported."""
+place is looked up in loaded modules; nothing is imported.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.captures import ABSENT
+from tritoncp.mods.user_code import describe, origin
 
 _KNOWN = ("torch", "tritoncp", "builtins")  # packages whose version identifies the code of their classes
 

@@ -1,8 +1,9 @@
 """Recordings of a function's operations, to compare functions whose state has no fingerprint.
 
-The function and its gradient run once on 0-d tensors while `core.tracing.GraphRecorder` records their graph.
+The function and its gradient run once on 0-d tensors while `mods.tracing.GraphRecorder` records their graph.
 Functions with equal graphs are equal, no matter which state they read. A recording takes about a millisecond,
-a fingerprint microseconds. Neither needs a translation to Triton."""
+a fingerprint microseconds. Neither needs a translation to Triton.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host, plain_autograd, refuse_dtensor
-from tritoncp.core.tracing import GraphRecorder, TensorIndexing
-from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint, ModState
+from tritoncp.mods.tracing import GraphRecorder, TensorIndexing
+from tritoncp.mods.user_code import describe, origin
 
 
 def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torch.float32) -> ModState:

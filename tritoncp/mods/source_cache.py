@@ -47,7 +47,8 @@ def _release(module: ModuleType) -> None:
 
     The tables are the compiler's constants of kernels loaded ahead of time, and the interpreter's rewritten
     functions; each function gets a table of the latter kind for itself. The interpreter enters a function
-    into the compiler's table when it rewrites it, so functions are rewritten here first."""
+    into the compiler's table when it rewrites it, so functions are rewritten here first.
+    """
     registry = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
     for name, value in list(vars(module).items()):
         if getattr(getattr(value, "fn", None), "__module__", None) == module.__name__:

@@ -79,7 +79,8 @@ def ptrr_unweighted(work: Work) -> list[list[int]]:
     torch's ``_PTRRLoadBalancer``, for plans that have to agree with torch's.
 
     With :func:`ptrr`, the work of two ranks differs by up to one row of blocks; here it may differ by
-    more."""
+    more.
+    """
     return _zig_zag(work.listed, work.world_size)
 
 

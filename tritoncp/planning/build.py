@@ -42,10 +42,11 @@ def build_all(
     work is summed, so that one placement serves all.
 
     balancer: None is natural order: rank r holds the r-th contiguous piece, ``lengths[r]`` tokens long
-    (``kv_lengths`` for the keys, if they differ). "auto" chooses the balancer, or natural order, with the min
-    predicted time of one layer of each mask, under its fastest schedule (or under ``schedule``). degree:
-    number of ranks that exchange heads under "ulysses" and "ulysses+ring"; 0: as many as heads allow layer:
-    sizes of the layer for which "auto" chooses, see :meth:`cost.Shape.of_layer`; None: the defaults"""
+        (``kv_lengths`` for the keys, if they differ). "auto" chooses the balancer, or natural order, with the
+        lowest predicted time of one layer of each mask, under its fastest schedule (or under ``schedule``).
+    degree: number of ranks that exchange heads under "ulysses" and "ulysses+ring"; 0: as many as heads allow
+    layer: sizes of the layer for which "auto" chooses, see :meth:`cost.Shape.of_layer`; None: the defaults
+    """
     _check_options(masks, world_size, rank, schedule)
     if balancer not in (None, "auto"):
         resolve_balancer(balancer)

@@ -29,8 +29,9 @@ class Hardware:
     """Attained rates of a GPU and its interconnect.
 
     flops: attention in 16 bits, per second; bandwidth: bytes that a rank sends per second; latency: seconds
-    per message; scattered: share of the bandwidth that an all-to-all of many pieces attains; memory: bytes of
-    device memory read and written per second."""
+        per message; scattered: share of the bandwidth that an all-to-all of many pieces attains; memory:
+        bytes of device memory read and written per second.
+    """
 
     name: str
     flops: float

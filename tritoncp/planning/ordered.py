@@ -2,7 +2,8 @@
 
 The last bits of a row depend on its tiles of keys and their order. Here the pieces of a mask block that are
 on several ranks are joined, so that every tile begins at the same position for any number of ranks. Full
-blocks and masked blocks are visited in one order, by position."""
+blocks and masked blocks are visited in one order, by position.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +29,11 @@ NO_ROW = 1 << 40  # a row past the end of every buffer
 class OrderedStep:
     """A step of a rank over rows in global order.
 
-    plan:         the step as a plan of one rank, which has exactly these rows q_rows:       for each query of
-    the step, its row among the rank's queries: int64 [Bp, n]; NO_ROW if a batch row has fewer kv_rows:
-    the same for keys, in the buffer of all keys that the rank reads"""
+    plan:         the step as a plan of one rank, which has exactly these rows
+    q_rows:       for each query of the step, its row among the rank's queries: int64 [Bp, n]; NO_ROW if a
+                  batch row has fewer
+    kv_rows:      the same for keys, in the buffer of all keys that the rank reads
+    """
 
     plan: Plan
     q_rows: Tensor

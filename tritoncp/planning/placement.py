@@ -27,9 +27,9 @@ class Placement:
     """Placement of the tokens of a sequence on ranks.
 
     slots:   one int32 [Bp, n, 3] tensor per rank; Bp is 1, or B if batch rows are placed differently. A slot
-    lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot. lengths: rows of each rank's
-    buffer. Tokens come first, padding last. order_is_read: whether a tensor was sharded in this order, or its
-    positions were read
+             lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot.
+    lengths: rows of each rank's buffer. Tokens come first, padding last.
+    order_is_read: whether a tensor was sharded in this order, or its positions were read
 
     >>> p = by_blocks(10, 4, [[[0, 2], [1]]])
     >>> p.slots[0].tolist(), p.lengths
@@ -307,7 +307,8 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
     Differentiable: the backward pass scatters the gradient of each row to its place, with zeros elsewhere.
 
     If Bp > 1, ``batch_dim`` is the dimension of ``x`` that goes with the rows of the index; a tensor without
-    one (``batch_dim=None``) gets a new leading batch dimension."""
+    one (``batch_dim=None``) gets a new leading batch dimension.
+    """
     if x.dtype not in MOVABLE:
         return take(as_movable(x), index, dim, batch_dim, as_word(pad, x.dtype)).view(x.dtype)
     dim = dim % x.ndim

@@ -1,7 +1,8 @@
 """One attention problem as data, and the registries of masks and model shapes.
 
 Benchmarks, the autotuner, compilation for absent GPUs, tables in docs and the self-check use these masks. A
-name in ``MASKS`` never changes its meaning, since histories are compared by name."""
+name in ``MASKS`` never changes its meaning, since histories are compared by name.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import Mod
 from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
 from tritoncp.masks.expressions import mask_of, score_of
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskFn, and_masks
 from tritoncp.masks.prefix_tree import tree
+from tritoncp.mods.tracing import Mod
 
 
 @dataclass(frozen=True)

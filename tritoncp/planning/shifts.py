@@ -170,7 +170,7 @@ def token_ancestors(depth: Tensor, distance: int) -> Tensor:
     """Return the token ``distance`` before each token on its path, -1 for none: int64 [N].
 
     depth: number of tokens before each token on its path, [N], in depth-first order: a token's ancestor at
-    some depth is the last earlier token of that depth
+        some depth is the last earlier token of that depth
 
     >>> token_ancestors(torch.tensor([0, 1, 2, 2, 3, 0]), 1).tolist()
     [-1, 0, 1, 1, 3, -1]

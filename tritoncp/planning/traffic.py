@@ -53,13 +53,28 @@ def _requested_slots(visible: Tensor, slots: Tensor, block: int) -> Tensor:
 class Hop:
     """Messages of one rank in one step of the ring; peers are ranks, None = no message.
 
-    owner:     rank whose K and V this step is about holds:     whether they reach this rank: K and V are sent
-    only as far as the last rank that reads them reads:     whether this rank's queries see any of these keys
-    more:      whether this rank's queries see K and V of a later step next:      rank to which K and V are
-    sent, for the next step previous:  rank that sends the K and V of the next step dkv_to:    rank to which
-    the gradient of this step's K and V is sent: the next reader, or in the end the owner dkv_next:  rank that
-    sends the gradient of the next step's K and V dkv_home:  rank that sends the gradient of this rank's shard
-    of K and V in this step"""
+    owner:     rank whose K and V this step is about
+    holds:     whether they reach this rank: K and V are sent only as far as the last rank that reads them
+    reads:     whether this rank's queries see any of these keys
+    more:      whether this rank's queries see K and V of a later step
+    next:      rank to which K and V are sent, for the next step
+    previous:  rank that sends the K and V of the next step
+    dkv_to:    rank to which the gradient of this step's K and V is sent: the next reader, or in the end the
+               owner
+    dkv_next:  rank that sends the gradient of the next step's K and V
+    dkv_home:  rank that sends the gradient of this rank's shard of K and V in this step
+
+    Three ranks with contiguous pieces of a causal mask: rank 1 reads its keys and rank 0's.
+
+    >>> reads = torch.ones(3, 3, dtype=torch.bool).tril()
+    >>> hops = ring(reads, 1, ring_route(reads))
+    >>> [(hop.owner, hop.holds, hop.reads, hop.more) for hop in hops]
+    [(1, True, True, True), (0, True, True, False), (2, False, False, False)]
+    >>> [(hop.next, hop.previous) for hop in hops]      # rank 2 gets both keys, rank 0 sends its keys
+    [(2, 0), (2, None), (None, None)]
+    >>> [(hop.dkv_to, hop.dkv_next, hop.dkv_home) for hop in hops]      # rank 2 returns rank 1's gradient
+    [(None, None, None), (2, None, 2), (None, None, None)]
+    """
 
     owner: int
     holds: bool
@@ -165,9 +180,23 @@ class Fetch:
     """Rows of keys that one rank sends and receives in one all-to-all.
 
     batched: whether batch rows fetch different rows. If so, rows are numbered over [B, S_local]; else over
-    [S_local], each for all batch rows rows:    local rows to send, receiver after receiver: int64
-    [sum(sends)] sends:   number of rows to each rank takes:   number of rows received from each rank, in rank
-    order slots:   the slots of the received buffer: int32 [Bn, n, 3], sorted by global position"""
+             [S_local], each for all batch rows
+    rows:    local rows to send, receiver after receiver: int64 [sum(sends)]
+    sends:   number of rows to each rank
+    takes:   number of rows received from each rank, in rank order
+    slots:   the slots of the received buffer: int32 [Bn, n, 3], sorted by global position
+
+    Three blocks of 4 tokens: rank 1 has blocks 1 and 2, and sees the keys of block 0, which rank 0 has.
+
+    >>> from tritoncp import causal, create_block_mask, make_plan
+    >>> mask = create_block_mask(causal(), 1, 1, 12, 12, BLOCK_SIZE=4)
+    >>> plan = make_plan(mask, world_size=2, rank=0, balancer="head_tail", schedule="fetch")
+    >>> sender, receiver = plan.fetch, plan.for_rank(1).fetch
+    >>> sender.batched, sender.rows.tolist(), sender.sends, sender.takes
+    (False, [0, 1, 2, 3], (0, 4), (0, 0))
+    >>> receiver.sends, receiver.takes, receiver.slots.tolist()
+    ((0, 0), (4, 0), [[[0, 0, 4]]])
+    """
 
     batched: bool
     rows: Tensor

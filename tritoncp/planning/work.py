@@ -23,10 +23,11 @@ of a block's time are instructions beside the products. torch's load balancer co
 class Work:
     """The input of a balancer: the query blocks of one batch row.
 
-    costs:      work of each block, summed over heads and masks: [blocks] world_size: ranks to assign them to
+    costs:      work of each block, summed over heads and masks: [blocks]
+    world_size: ranks to assign them to
     runs:       the key blocks that the query blocks see: Runs [1, H, blocks, columns of keys] for each mask
     together:   whether the keys of block i are on the rank of its queries. If there are more or fewer keys
-    than queries, keys are assigned separately, and columns are blocks of the other side
+                than queries, keys are assigned separately, and columns are blocks of the other side
 
     >>> Work(torch.ones(4), 2).sees
     ()

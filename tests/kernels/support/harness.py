@@ -13,13 +13,13 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tritoncp import Mask, Plan, and_masks, causal, document, full_mask, mods, sliding_window
+from tritoncp.call.engine_factory import kernel_mods
 from tritoncp.core.records import replace
 from tritoncp.core.upload import upload
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import State
 from tritoncp.masks import create_block_mask
 from tritoncp.mods.mod import arguments
-from tritoncp.ops.engine_factory import kernel_mods
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 from tritoncp.reference.dense import dense_attention

@@ -13,9 +13,9 @@ import tritoncp
 from tests.mods.harness import N, eager_score, read_formulas, run_score
 from tests.mods.translate.test_functions import check_attention
 from tests.mods.translate.test_gradient import learn
-from tritoncp.core.tracing import vmapped
+from tritoncp.call import engine_factory
 from tritoncp.mods import Untranslatable, score_mod
-from tritoncp.ops import engine_factory
+from tritoncp.mods.tracing import vmapped
 from tritoncp.reference.dense import dense_attention
 
 G = torch.Generator().manual_seed(4)

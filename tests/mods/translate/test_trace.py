@@ -159,7 +159,7 @@ def data_dependent_index(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 @pytest.mark.parametrize(("fn", "operation"), [(branch, "bool"), (data_dependent_index, "item")])
 def test_a_refusal_names_the_operation_and_its_line(fn: Callable[..., Any], operation: str) -> None:
-    """tests/api/mistakes.toml has other operations."""
+    """tests/call/mistakes.toml has other operations."""
     with pytest.raises(Untranslatable, match=operation) as caught:
         mask_mod(fn)
     line = re.search(rf"{re.escape(__file__)}:(\d+)", str(caught.value))

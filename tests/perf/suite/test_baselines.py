@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, varlen
 
-from tritoncp.ops.sinks import with_sinks
+from tritoncp.call.sinks import with_sinks
 from tritoncp.perf.suite import baselines, check
 from tritoncp.perf.suite.cases import CASES, Case
 from tritoncp.perf.suite.measure import work_of

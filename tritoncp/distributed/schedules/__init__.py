@@ -26,7 +26,8 @@ def schedule_of(plan: Plan, invariant: bool = False) -> Schedule[Engine]:
     """Return the schedule that carries out a plan.
 
     invariant: whether bits must not depend on the number of ranks. Raises ValueError for a requested schedule
-    whose sums depend on it; a schedule that "auto" chose is replaced by "fetch"."""
+        whose sums depend on it; a schedule that "auto" chose is replaced by "fetch".
+    """
     if not invariant:
         return local if plan.is_local else SCHEDULES[plan.schedule]
     if plan.world_size == 1:

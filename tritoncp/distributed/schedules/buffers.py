@@ -2,7 +2,8 @@
 
 In a message K and V are one tensor [rows, B, heads, D + E]; rows come first, so that a row's place in a
 buffer does not depend on batch or heads. If batch rows send different tokens it is [rows, 1, heads, D + E],
-and each row belongs to one batch row."""
+and each row belongs to one batch row.
+"""
 
 from __future__ import annotations
 

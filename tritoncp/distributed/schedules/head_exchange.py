@@ -1,7 +1,8 @@
 """Exchange of sequence shards for head shards among the ranks of a row, and back.
 
 Each rank of a row sends its tokens of a head to the rank that computes that head, and receives all tokens of
-the row for the heads that it computes."""
+the row for the heads that it computes.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +59,12 @@ class HeadExchange:
     a row as one tensor, and their output is the next message.
 
     plan:     the plan between rows: each row counts as a rank, with the tokens of its ranks one after the
-    other rank, degree: this rank's place in its row, and the row's length world:    number of all ranks q,
-    kv:    query heads of each rank of a row, and the KV heads that they read group:    Hq // Hkv"""
+              other
+    rank, degree: this rank's place in its row, and the row's length
+    world:    number of all ranks
+    q, kv:    query heads of each rank of a row, and the KV heads that they read
+    group:    Hq // Hkv
+    """
 
     plan: Plan
     rank: int

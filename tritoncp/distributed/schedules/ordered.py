@@ -2,7 +2,8 @@
 
 The keys are fetched; under Ulysses they come by the exchange of heads. Then out, lse and dq of a row have the
 same bits as on one rank with the whole sequence. If each rank also has all queries, as under Ulysses, dk and
-dv have them too."""
+dv have them too.
+"""
 
 from __future__ import annotations
 

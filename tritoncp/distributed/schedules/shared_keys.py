@@ -2,9 +2,10 @@
 attention of each chunk, which sends nothing; their gradients are summed over chunks in float32 and return
 once.
 
-A buffer holds rows [n, heads, D + E]: under allgather all ranks' shards, under fetch the rank's own rows and
+A buffer holds rows [n, heads, D + E]: under allgather all ranks' shards, under fetch the rank's rows and
 then the fetched ones. The batch rows of a token follow each other; if batch rows fetch different rows, each
-row belongs to one batch row."""
+row belongs to one batch row.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def send_gradients(plan: Plan, dk: Sequence[Tensor], dv: Sequence[Tensor], k: Te
     if plan.schedule == "allgather":
         return start_in_graph(ReduceScatter(total), group)
     rows = total.unflatten(0, (-1, _batch_of_row(plan, k.shape[0])))
-    length = _own_rows(plan, k)
+    length = _local_rows(plan, k)
     buffer = rows.new_empty(length + sum(plan.fetch.sends), *rows.shape[1:])
     buffer[:length] = rows[:length]
     request = AllToAll(rows[length:], plan.fetch.takes, plan.fetch.sends, buffer[length:])
@@ -115,7 +116,7 @@ def land_gradients(plan: Plan, returned: Tensor, k: Tensor) -> tuple[Tensor, Ten
     rows = returned.unflatten(0, (-1, batch))
     if plan.schedule == "allgather":
         return separate(rows, k)
-    length, sends = _own_rows(plan, k), list(plan.fetch.sends)
+    length, sends = _local_rows(plan, k), list(plan.fetch.sends)
     home = rows[:length].clone()
     for places, part in zip(plan.fetch_rows(home.device).split(sends), rows[length:].split(sends)):
         home[places] += part
@@ -140,6 +141,6 @@ def _batch_of_row(plan: Plan, batch: int) -> int:
     return 1 if plan.schedule == "fetch" and plan.fetch.batched else batch
 
 
-def _own_rows(plan: Plan, k: Tensor) -> int:
+def _local_rows(plan: Plan, k: Tensor) -> int:
     """Return the number of rows of a fetch's buffer that are this rank's shard."""
     return k.shape[2] * (k.shape[0] if plan.fetch.batched else 1)

@@ -3,7 +3,8 @@
 Ranks form rows of ``degree`` neighbours. A row exchanges sequence for heads, so that each of its ranks has
 all tokens of the row for some query heads and the KV heads that they read; another schedule runs between
 rows. ``degree`` need not divide the heads: ranks differ by at most one query head, and a KV head goes to
-every rank that reads it."""
+every rank that reads it.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ProductShape(NamedTuple):
     b: str
     flip_a: bool
     flip_b: bool
-    half_result: bool  # float16 in the lower halves of columns, else float32
+    half_result: bool  # results: float16 in the lower halves of columns, else float32
 
 
 def shape_of(descriptor: int, kind: str, site: int) -> ProductShape:

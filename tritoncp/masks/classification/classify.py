@@ -4,7 +4,8 @@ If each row sees a few intervals of keys, the intervals are solved for (`solve`,
 other mask, a tile as large as the mask is bounded (`tile_states`), cut if it stays undecided, and so on down
 to single blocks. In an undecided block a few pairs are evaluated first, and all pairs if the few agree. The
 work is proportional to the mask's edges, not its area. A mask_mod that cannot be traced is evaluated at every
-pair, a few million at a time."""
+pair, a few million at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tritoncp.core.tracing import read_batch_and_head, result_of, vmapped
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs, ramps
 from tritoncp.masks.classification.expression import Expression, Reader
@@ -25,6 +25,7 @@ from tritoncp.masks.classification.tile_bounds import trace
 from tritoncp.masks.classification.tile_states import Tiles, TileStates, tile_states
 from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.masks.transposed_runs import transpose
+from tritoncp.mods.tracing import read_batch_and_head, result_of, vmapped
 
 PairEvaluator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # a mask_mod's values: (b [n], h [n], q [n, i], kv [n, j]), int64, -> bool [n, i, j], all on the CPU
@@ -102,9 +103,11 @@ class Classification(NamedTuple):
     """The classified blocks of a mask, and the row intervals if it has them.
 
     runs:     blocks as torch classifies them: FULL if every pair of a whole block is visible, MASKED if some
-    are reads:    whether it may depend on b, and on h solved:   whether ``interval`` is final; if not, pairs
-    have to be evaluated to find it interval: (lo, hi), int32 [B, H, q_len] each, if in MASKED blocks a row
-    sees exactly lo <= kv < hi"""
+              are
+    reads:    whether it may depend on b, and on h
+    solved:   whether ``interval`` is final; if not, pairs have to be evaluated to find it
+    interval: (lo, hi), int32 [B, H, q_len] each, if in MASKED blocks a row sees exactly lo <= kv < hi
+    """
 
     runs: Runs
     reads: tuple[bool, bool]
@@ -160,7 +163,8 @@ def find_runs(
     """Classify blocks by the states of tiles, and by evaluating pairs.
 
     It starts with one tile as large as the mask. An undecided tile is cut into columns of blocks if its
-    blocks differ only by their keys, else into quarters. states: None if the mask_mod cannot be traced"""
+    blocks differ only by their keys, else into quarters. states: None if the mask_mod cannot be traced
+    """
     collector = _TileCollector((B, H), grid)
 
     def visit(tiles: Tensor) -> Tensor:
@@ -206,7 +210,8 @@ def find_intervals(
     """Return each row's interval of visible keys in its masked blocks: int32 (lo, hi), each [B, H, q_len].
 
     None if some row sees other keys there than one interval. reads: whether the mask_mod may depend on b, and
-    on h; device: of its tensors"""
+    on h; device: of its tensors
+    """
     B, H, _, _ = runs.shape
     b, h = (size if read else 1 for size, read in zip((B, H), reads, strict=True))
     shared = runs.select(slice(b), slice(h))
@@ -265,7 +270,17 @@ def _intervals_of_rows(evaluate: PairEvaluator, runs: Runs, first: int, grid: Gr
 
 
 def masked_blocks(runs: Runs) -> Tensor:
-    """List every MASKED block as (b, h, row, col): int64 [n, 4]."""
+    """List every MASKED block of a pattern.
+
+    >>> masked_blocks(Runs.from_kinds(torch.tensor([[[[1, 0], [3, 0]]]], dtype=torch.uint8))).tolist()
+    [[0, 0, 0, 1], [0, 0, 1, 1]]
+
+    Args:
+        runs: blocks of a mask, ``mask.runs``.
+
+    Returns:
+        int64 [n, 4], rows (batch row, head, row of blocks, column of blocks).
+    """
     _, h, r, _ = runs.shape
     *flat, kind = runs._flat()
     row, start, end = (t[kind == Kind.MASKED] for t in flat)

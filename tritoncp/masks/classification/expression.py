@@ -2,7 +2,8 @@
 
 ``(q >= kv) & (doc[q] == doc[kv])`` is ``Both((Relation("ge", q, kv), Relation("eq", doc[q], doc[kv])))``. If
 each side of a comparison depends on the query alone or on the key alone, the visible keys of a row are
-intervals (`row_intervals`). A comparison of any other form is a predicate of pairs."""
+intervals (`row_intervals`). A comparison of any other form is a predicate of pairs.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from tritoncp.core.tracing import SHAPE_ONLY, dtype_of, operation_name
 from tritoncp.masks.classification.interval_arithmetic import COPIES, is_integer
+from tritoncp.mods.tracing import SHAPE_ONLY, dtype_of, operation_name
 
 BATCH, HEAD, QUERY, KEY, DISTANCE = (1 << place for place in range(5))  # DISTANCE: q_idx - kv_idx
 PAIR = QUERY | KEY

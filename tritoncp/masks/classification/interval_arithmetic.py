@@ -1,8 +1,9 @@
 """Interval arithmetic on torch's element-wise operations (R. E. Moore, "Interval Analysis", 1966).
 
 A ValueRange bounds one element in each of n tiles. A rule maps the ValueRanges of an operation's operands to
-the ValueRange of its result. Floats are bounded in their own type, where rounding is monotone: the bounds of
-a sum are the sums of the bounds. Integers of every type are bounded exactly, in float64, up to 2^51."""
+the ValueRange of its result. Floats are bounded in their type, in which rounding is monotone: the bounds of
+a sum are the sums of the bounds. Integers of every type are bounded exactly, in float64, up to 2^51.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +152,7 @@ def _shift(rule: Rule) -> Rule:
     return shift
 
 
-def _of_bools(op: Callable[..., Tensor]) -> Rule:
+def _bool_rule(op: Callable[..., Tensor]) -> Rule:
     """Return the rule of & | or ^ for bools; the bits of integers have no bounds."""
     return lambda dtype, *operands: _monotone(op)(dtype, *operands) if dtype is torch.bool else None
 
@@ -183,9 +184,9 @@ RESULT_RULES: dict[str, Rule] = {
     "div_trunc": _integer_division(torch.trunc),
     **dict.fromkeys(("bitwise_left_shift", "__lshift__"), _shift(_monotone(torch.mul))),
     **dict.fromkeys(("bitwise_right_shift", "__rshift__"), _shift(_integer_division(torch.floor))),
-    **dict.fromkeys(("bitwise_and", "__and__"), _of_bools(torch.logical_and)),
-    **dict.fromkeys(("bitwise_or", "__or__"), _of_bools(torch.logical_or)),
-    **dict.fromkeys(("bitwise_xor", "__xor__"), _of_bools(torch.logical_xor)),
+    **dict.fromkeys(("bitwise_and", "__and__"), _bool_rule(torch.logical_and)),
+    **dict.fromkeys(("bitwise_or", "__or__"), _bool_rule(torch.logical_or)),
+    **dict.fromkeys(("bitwise_xor", "__xor__"), _bool_rule(torch.logical_xor)),
     "bitwise_not": _monotone(lambda x: ~x if x.dtype is torch.bool else -1 - x),
     "where": _monotone(torch.where),
     **{name: _monotone(getattr(torch, name)) for name in ("relu", "floor", "ceil", "trunc", "round")},

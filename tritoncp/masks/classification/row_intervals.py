@@ -4,7 +4,8 @@ An expression of a mask_mod (`expression`) becomes such lists without evaluating
 comparison is a vector over the queries or the keys. If the keys' side ascends, binary search finds the range
 of keys that a query sees; if it repeats values, the visible keys are the runs that equal the query's value.
 "And", "or" and "not" are intersection, union and complement of lists. A function that returns None found no
-lists."""
+lists.
+"""
 
 from __future__ import annotations
 
@@ -77,19 +78,19 @@ class RowIntervals:
         """Return the keys that are in both; None if a row has more than MOST intervals of them."""
         lo = torch.maximum(self.lo[:, None], other.lo).flatten(0, 1)
         hi = torch.minimum(self.hi[:, None], other.hi).flatten(0, 1)
-        return RowIntervals.sorted(lo, hi, self.keys)._if_few()
+        return RowIntervals.sorted(lo, hi, self.keys)._limit()
 
     def unite(self, other: RowIntervals) -> RowIntervals | None:
         """Return the keys that are in either; None if a row has more than MOST intervals of them."""
         lo, hi = torch.cat([self.lo, other.lo]), torch.cat([self.hi, other.hi])
-        return RowIntervals.sorted(lo, hi, self.keys)._if_few()
+        return RowIntervals.sorted(lo, hi, self.keys)._limit()
 
     def complement(self) -> RowIntervals:
         """Return the keys that are in no interval."""
         first, last = torch.zeros_like(self.lo[:1]), torch.full_like(self.lo[:1], self.keys)
         return RowIntervals.sorted(torch.cat([first, self.hi]), torch.cat([self.lo, last]), self.keys)
 
-    def _if_few(self) -> RowIntervals | None:
+    def _limit(self) -> RowIntervals | None:
         return self if len(self.lo) <= MOST else None
 
     def expand(self, lines: tuple[int, int], wanted: Sequence[int]) -> RowIntervals:

@@ -1,7 +1,7 @@
 """The row intervals of a traced mask_mod: its expression, solved with vectors of its values.
 
-A value that depends on the query alone is evaluated once for every query, by the mask_mod's own operations on
-the device of its tensors; likewise for keys, and for distances q_idx - kv_idx. No pair is evaluated.
+A value that depends only on the query is evaluated once for every query, by the mask_mod's operations on the
+device of its tensors; likewise for keys, and for distances q_idx - kv_idx. No pair is evaluated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 
 from tritoncp.core.host_copy import is_remote, to_host
-from tritoncp.core.tracing import ancestors
 from tritoncp.masks.classification.expression import (
     BATCH,
     DISTANCE,
@@ -39,6 +38,7 @@ from tritoncp.masks.classification.row_intervals import (
     find_true_distances,
     keep_rows,
 )
+from tritoncp.mods.tracing import ancestors
 
 Value = tuple[fx.Node, int]  # a node, and QUERY, KEY or DISTANCE
 
@@ -138,7 +138,7 @@ class Vectors:
                 b, h = (batch[0], head[0]) if shared else (batch, head)
                 outs = run(b, h, index[side])
                 found |= {(node, side): out[None] if shared else out for node, out in zip(nodes, outs)}
-        self._values = dict(zip(found, _on_host(list(found.values()))))
+        self._values = dict(zip(found, _copy_to_host(list(found.values()))))
 
     def shown(self, predicate: Predicate) -> Tensor:
         """Return where a predicate of queries, keys or distances holds: bool [n or 1, number of values or
@@ -206,6 +206,6 @@ class _Subgraph:
         return tuple(values[node] for node in self._nodes)
 
 
-def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+def _copy_to_host(tensors: list[Tensor]) -> list[Tensor]:
     """Copy tensors to the CPU, with one copy per device."""
     return to_host(tensors) if any(map(is_remote, tensors)) else tensors

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tritoncp.core.tracing import SHAPE_ONLY, Mod, ancestors, dtype_of, graph_of, operation_name, result_of
 from tritoncp.masks.classification.interval_arithmetic import (
     BOOL_RULES,
     COPIES,
@@ -31,6 +30,7 @@ from tritoncp.masks.classification.interval_arithmetic import (
     tensor_min,
     unknown_range,
 )
+from tritoncp.mods.tracing import SHAPE_ONLY, Mod, ancestors, dtype_of, graph_of, operation_name, result_of
 
 
 class PartialIndex(NamedTuple):
@@ -93,7 +93,8 @@ class Bounds:
         """Bound n tiles, q0 <= q < q1 and k0 <= kv < k1, none of them empty; arguments are int64 [n].
 
         Returns (some, every), bool [n]. some: a pair of the tile may be visible. every: all pairs are
-        visible."""
+        visible.
+        """
         values: dict[fx.Node, Value] = dict(self._constants)
         for node, lo, hi in zip(self._indices, (b, h, q0, k0), (b, h, q1 - 1, k1 - 1), strict=True):
             values[node] = ValueRange(lo.double(), hi.double(), torch.int64)
@@ -171,7 +172,8 @@ class Pyramid:
     """Min and max within any box of a table, from levels of halved resolution (a mip map).
 
     In each dimension, two cells of size 2^k cover the box, for the min k with 2^k >= its length. Dimensions
-    whose index does not vary inside a tile are not halved."""
+    whose index does not vary inside a tile are not halved.
+    """
 
     def __init__(self, table: Tensor, varies: Sequence[bool]) -> None:
         self.dtype = table.dtype

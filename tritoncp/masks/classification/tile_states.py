@@ -83,15 +83,15 @@ def tile_states(expression: Expression, vectors: Vectors, blocks: tuple[int, int
         return lambda tiles: _join(every, [part(tiles) for part in parts])
     if isinstance(expression, Relation):
         sides = vectors.sides(expression)
-        return _unknown if sides is None else _of_comparison(expression.op, *sides)
+        return _unknown_states if sides is None else _comparison_states(expression.op, *sides)
     if expression.of == PAIR:
         assert isinstance(expression.value, fx.Node)
         bounds = Bounds(vectors.graph, expression.value)
-        return lambda tiles: _of_pairs(bounds, expression.holds, tiles)
+        return lambda tiles: _pair_states(bounds, expression.holds, tiles)
     shown = vectors.shown(expression)
     if expression.of == DISTANCE:
-        return _of_distances(shown, vectors.lengths[1], blocks)
-    return _of_side(shown, expression.of, blocks)
+        return _distance_states(shown, vectors.lengths[1], blocks)
+    return _side_states(shown, expression.of, blocks)
 
 
 def _join(every: bool, parts: Sequence[TileStates]) -> TileStates:
@@ -103,18 +103,18 @@ def _join(every: bool, parts: Sequence[TileStates]) -> TileStates:
     return TileStates(some.all(0), shown.all(0), one_left & mixed.any(0), settled.all(0))
 
 
-def _unknown(tiles: Tiles) -> TileStates:
+def _unknown_states(tiles: Tiles) -> TileStates:
     no = torch.zeros_like(tiles.line, dtype=torch.bool)
     return TileStates(~no, no, no, no)
 
 
-def _of_pairs(bounds: Bounds, holds: bool, tiles: Tiles) -> TileStates:
+def _pair_states(bounds: Bounds, holds: bool, tiles: Tiles) -> TileStates:
     some, every = bounds(tiles.b, tiles.h, *tiles.queries, *tiles.keys)
     states = TileStates(some, every, torch.zeros_like(some), every | ~some)
     return states if holds else states.swapped()
 
 
-def _of_comparison(op: str, query: Tensor, key: Tensor) -> Leaf:
+def _comparison_states(op: str, query: Tensor, key: Tensor) -> Leaf:
     """Compare the ranges of both sides within a tile."""
     tables = [Pyramid(x, (False, True)) for x in (query, key)]
 
@@ -130,7 +130,7 @@ def _of_comparison(op: str, query: Tensor, key: Tensor) -> Leaf:
     return find
 
 
-def _of_side(shown: Tensor, side: int, blocks: tuple[int, int]) -> Leaf:
+def _side_states(shown: Tensor, side: int, blocks: tuple[int, int]) -> Leaf:
     """Count the queries, or the keys, of a tile for which a predicate holds."""
     size = blocks[0] if side == QUERY else blocks[1]
     counts = Counts(shown)
@@ -153,7 +153,7 @@ def _of_side(shown: Tensor, side: int, blocks: tuple[int, int]) -> Leaf:
     return find
 
 
-def _of_distances(shown: Tensor, keys: int, blocks: tuple[int, int]) -> Leaf:
+def _distance_states(shown: Tensor, keys: int, blocks: tuple[int, int]) -> Leaf:
     """Count the distances within a tile for which a predicate holds. keys: their number"""
     q_block, kv_block = blocks
     size = q_block + kv_block - 1  # distances within a block

@@ -1,7 +1,8 @@
 """Emission of readable Triton source from a torch graph: one line per operation.
 
 Names, types and helpers of the emitted source come from fixed tables. Of the user's source it contains only
-numbers, and the function's name reduced to letters, digits and dots."""
+numbers, and the function's name reduced to letters, digits and dots.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Operations on the gradient of a captured tensor, which is zero except at a few indices (`Sparse`).
 
 Backward graphs are linear in this gradient: a scatter makes it, and products with dense factors, sums and
-reshapes map its entries. An operation whose result would be dense raises NotImplementedError."""
+reshapes map its entries. An operation whose result would be dense raises NotImplementedError.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def emit_operation(
     """Emit the operation `name` on gradients of captured tensors.
 
     Raises NotImplementedError if the result would be dense. pointwise: function that returns the rule of a
-    pointwise operation on Scalars, and its operands"""
+    pointwise operation on Scalars, and its operands
+    """
     if name in RULES:
         value = RULES[name](block, node, inputs)
     else:

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import graph_module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tritoncp.core.tracing import GraphRecorder
 from tritoncp.mods.errors import Untranslatable
+from tritoncp.mods.tracing import GraphRecorder
 from tritoncp.mods.translate.view_ops import op_name
 
 aten = torch.ops.aten

@@ -139,7 +139,8 @@ def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[in
     """Convert the index of an element for a contiguous tensor from shape `old` to shape `new`.
 
     Each part of the result has the bounds checks of all `indices`, since a later view may drop the other
-    parts."""
+    parts.
+    """
     if [s for s in old if s != 1] == [s for s in new if s != 1]:
         rest = iter(index for index, size in zip(indices, old, strict=True) if size != 1)
         return tuple(ZERO if size == 1 else next(rest) for size in new)

@@ -1,9 +1,10 @@
 """Tracing of a mask_mod or score_mod to a torch graph for one pair of query and key.
 
-The function runs on 0-d fake tensors (score, b, h, q_idx, kv_idx), and `core.tracing.GraphRecorder` records
+The function runs on 0-d fake tensors (score, b, h, q_idx, kv_idx), and `mods.tracing.GraphRecorder` records
 it. The result is an aten graph whose inputs are these five, all captured tensors in order of first use, and
-the captured numbers that may change while the graph stays the same. Under `core.tracing.TensorIndexing` an
-index by a 0-d tensor is traced as a gather."""
+the captured numbers that may change while the graph stays the same. Under `mods.tracing.TensorIndexing` an
+index by a 0-d tensor is traced as a gather.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from tritoncp.core.host_copy import plain_autograd
-from tritoncp.core.tracing import TensorIndexing, returns_view, written_tensors
-from tritoncp.core.user_code import (
+from tritoncp.mods.errors import Untranslatable
+from tritoncp.mods.fingerprint import ModState
+from tritoncp.mods.tracing import TensorIndexing, returns_view, written_tensors
+from tritoncp.mods.translate.graph_passes import FakeRecorder, make_pure, split_outputs
+from tritoncp.mods.translate.number_captures import lift_numbers
+from tritoncp.mods.translate.symbolic import TRITON_NAME
+from tritoncp.mods.user_code import (
     HAS_DATA_DEPENDENT_SHAPE,
     IS_RANDOM,
     MUST_NOT_WRITE,
@@ -41,11 +47,6 @@ from tritoncp.core.user_code import (
     origin,
     user_line,
 )
-from tritoncp.mods.errors import Untranslatable
-from tritoncp.mods.fingerprint import ModState
-from tritoncp.mods.translate.graph_passes import FakeRecorder, make_pure, split_outputs
-from tritoncp.mods.translate.number_captures import lift_numbers
-from tritoncp.mods.translate.symbolic import TRITON_NAME
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
@@ -182,7 +183,7 @@ class _Recorder(FakeRecorder):
         self.constants: list[int] = []
         self.detaches = False
         self._forward_lines: dict[int, str] = {}  # by sequence number of the autograd node
-        self._views: list[Tensor] = []  # views, and the tensors of which they are views
+        self._views: list[Tensor] = []  # views and their bases
 
     @property
     def captures(self) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """Whole branches of a prefix tree: all blocks of a branch go to one rank.
 
 The end of a branch sees the whole branch and the common prefix, so its rank fetches the blocks of them that
-it does not have."""
+it does not have.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def whole_branches(work: Work) -> Tensor | None:
     the owner of each block.
 
     The prefix consists of the blocks whose keys more than half of all blocks see. None if there is no prefix,
-    or if the other blocks are one branch of fewer than two thirds of all blocks."""
+    or if the other blocks are one branch of fewer than two thirds of all blocks.
+    """
     if not work.together:
         return None
     n, (column, first, last) = work.columns, work.readers.unbind(1)

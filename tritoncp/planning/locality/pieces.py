@@ -8,7 +8,7 @@ from torch import Tensor
 from tritoncp.planning.work import Work
 
 
-def in_pieces(work: Work, size: int) -> Work:
+def join_blocks(work: Work, size: int) -> Work:
     """Return the work of pieces of ``size`` blocks; a piece sees the columns that any of its blocks sees."""
     piece = torch.arange(len(work.costs)) // size
     costs = torch.zeros(-(-len(piece) // size), dtype=torch.float64).index_add_(0, piece, work.costs)

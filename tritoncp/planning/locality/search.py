@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import merge_ranges
 from tritoncp.planning.locality.branches import whole_branches
-from tritoncp.planning.locality.pieces import even_counts, in_pieces, loads
+from tritoncp.planning.locality.pieces import even_counts, join_blocks, loads
 from tritoncp.planning.locality.windows import choose_windows
 from tritoncp.planning.work import Work
 
@@ -31,7 +31,7 @@ def place_blocks(work: Work) -> Tensor:
     few = ranks <= FEW_RANKS
     fewest = max(MIN_PIECES, ranks * (32 if few else 16))
     size = 1 << max(1, n // fewest).bit_length() - 1
-    pieces, choices = in_pieces(work, size), CHOICES if few else ((max(4, 1024 // ranks), 0.01),)
+    pieces, choices = join_blocks(work, size), CHOICES if few else ((max(4, 1024 // ranks), 0.01),)
     windows = (choose_windows(pieces, *choice) for choice in choices)
     natural, *candidates = assign_in_order(pieces), whole_branches(pieces), *windows
     placements = [natural, *(owner for owner in candidates if owner is not None)]

@@ -14,7 +14,8 @@ def choose_windows(work: Work, cuts: int, tolerance: float) -> Tensor:
     [n].
 
     cuts: number of sizes of the first window that are tried; tolerance: accepted deviation of a rank's work,
-    as a fraction"""
+        as a fraction
+    """
     owner = torch.full((len(work.costs),), -1, dtype=torch.int64)
     for rank in range(work.world_size):
         free = FreeBlocks(work, owner < 0)

@@ -1,0 +1,120 @@
+"""Selection, the record of the keys that a model chose for each query at run time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.environment import CHECK
+
+MIN_BLOCK = 16  # keys; the smallest tile that tensor cores take
+MAX_ENTRIES = 2**31 - 1  # of a table, whose entries kernels count in int32
+
+
+class Selection(NamedTuple):
+    """The keys that each query may see, chosen at run time: key positions, or blocks of keys.
+
+    A pair of query and key is visible if the mask shows it and the key is selected.
+
+    indices:     int32 or int64 [1 or B, Hs, rows, n], -1 for none, in any order; a repeated index counts
+                 once. With ``block_size=1`` an index is the global position of a key, else the number of a
+                 block: keys ``block_size * i`` to ``block_size * (i + 1) - 1``. Hs is 1, the number of KV
+                 heads or that of query heads. Rows are the local queries in their order, as of a shard.
+    block_size:  1, or a multiple of 16
+    query_block: number of adjacent local queries that share a row of ``indices``
+
+    >>> chosen = Selection(torch.tensor([[[[0, 2, -1], [1, 1, 0]]]]))    # two queries
+    >>> chosen.to_dense(4)[0, 0].int().tolist()
+    [[1, 0, 1, 0], [1, 1, 0, 0]]
+    """
+
+    indices: Tensor
+    block_size: int = 1
+    query_block: int = 1
+
+    def unique(self) -> Selection:
+        """Return the selection with ascending indices, and -1 first, in place of repeated ones too.
+
+        >>> Selection(torch.tensor([[[[3, 1, 3, -1]]]])).unique().indices.tolist()
+        [[[[-1, -1, 1, 3]]]]
+        """
+        ordered = self.indices.sort(-1).values
+        repeated = torch.zeros_like(ordered, dtype=torch.bool)
+        repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+        return self._replace(indices=ordered.masked_fill_(repeated, -1).sort(-1).values)
+
+    def to_dense(self, kv_len: int, rows: int | None = None) -> Tensor:
+        """Return the selected pairs, bool [1 or B, Hs, rows, kv_len]. For tests and small sequences.
+
+        rows: number of queries; None: ``query_block`` times the rows of ``indices``
+        """
+        blocks = -(-kv_len // self.block_size)
+        index = torch.where(self.indices < 0, blocks, self.indices).long()  # none: one more block, cut off
+        shown = index.new_zeros(*index.shape[:3], blocks + 1, dtype=torch.bool)
+        shown.scatter_(3, index, torch.ones_like(index, dtype=torch.bool))
+        shown = shown[..., :-1].repeat_interleave(self.block_size, 3)[..., :kv_len]
+        return shown.repeat_interleave(self.query_block, 2)[:, :, :rows]
+
+
+def check_selection(
+    selection: Selection, query: tuple[int, int, int], kv_heads: int, kv_len: int, device: torch.device
+) -> None:
+    """Raise TypeError or ValueError for a selection that does not fit a call.
+
+    query: (B, Hq, S_local); kv_len: keys of the whole sequence; device: that of the query. Indices on a GPU
+    are compared with ``kv_len`` under ``TRITONCP_CHECK=1`` alone, since that waits for the device.
+    """
+    if not isinstance(selection, Selection):
+        raise TypeError(
+            f"selected is a {type(selection).__name__}; pass tritoncp.Selection(indices, block_size=...)"
+        )
+    indices, block_size, query_block = selection
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise TypeError(f"selected: indices are {kind}; an int32 or int64 tensor is needed")
+    _check_sizes(block_size, query_block)
+    batch, heads, rows = query
+    needed = -(-rows // query_block)
+    shape = tuple(indices.shape)
+    if indices.ndim != 4 or shape[0] not in (1, batch) or shape[2] != needed:
+        raise ValueError(
+            f"selected: indices are {shape}; [1 or {batch}, heads, {needed}, n] is needed: a row for each "
+            f"{'query' if query_block == 1 else f'{query_block} queries'} of {rows} local ones"
+        )
+    if shape[1] not in (1, kv_heads, heads):
+        raise ValueError(
+            f"selected: indices have {shape[1]} heads; 1, {kv_heads} (KV heads) or {heads} (query heads) are "
+            "needed"
+        )
+    if indices.numel() > MAX_ENTRIES:
+        raise ValueError(
+            f"selected: {indices.numel()} indices, and kernels count up to {MAX_ENTRIES}: select fewer keys, "
+            "or blocks of keys"
+        )
+    if indices.device != device:
+        raise ValueError(f"selected: indices are on {indices.device}, the query on {device}: move them there")
+    if device.type == "cpu" or CHECK.read():
+        _check_range(indices, block_size, kv_len)
+
+
+def _check_sizes(block_size: int, query_block: int) -> None:
+    if not isinstance(block_size, int) or block_size < 1 or (block_size > 1 and block_size % MIN_BLOCK):
+        raise ValueError(f"selected: block_size={block_size!r}; 1 or a multiple of {MIN_BLOCK} is needed")
+    if not isinstance(query_block, int) or query_block < 1:
+        raise ValueError(f"selected: query_block={query_block!r}; a positive int is needed")
+
+
+def _check_range(indices: Tensor, block_size: int, kv_len: int) -> None:
+    """Raise ValueError for an index that is neither -1 nor a key, or block, of the sequence."""
+    count, what = -(-kv_len // block_size), "keys" if block_size == 1 else f"blocks of {block_size} keys"
+    if not indices.numel():
+        return
+    low, high = (int(x) for x in indices.aminmax())
+    if low < -1 or high >= count:
+        wrong = low if low < -1 else high
+        raise ValueError(
+            f"selected: index {wrong}; the sequence has {count} {what}, 0 to {count - 1}, and -1 stands for "
+            "none"
+        )
