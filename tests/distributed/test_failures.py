@@ -395,8 +395,8 @@ FAULTS_IN_GRAPHS: dict[str, tuple[Fault, str, str]] = {  # fault, error of the r
 
 @pytest.mark.parametrize(
     "name",
-    ["dtypes", "key", "arguments", "arguments, in a graph with breaks", "no graph"]
-    + [pytest.param(x, marks=pytest.mark.long) for x in ("length", "option", "dq")],
+    ["dtypes", "arguments", "arguments, in a graph with breaks"]
+    + [pytest.param(x, marks=pytest.mark.long) for x in ("length", "option", "dq", "key", "no graph")],
 )
 def test_compiled_calls(name: str) -> None:
     """With an error at run time, while the call is traced, and in the backward pass."""
