@@ -84,10 +84,10 @@ def engine_of(
             )
         mask = call_mods.translate_mask(plan, q)
         on_device = None if mask is None else mask.on_current_stream()
-        engine = cpu_engine(call, on_device, q.dtype, grads)
+        base = cpu_engine(call, on_device, q.dtype, grads)
         if call.selected is not None:
-            return SelectedCpuEngine(engine, call.selected, _pairs(call, on_device, q), *_rows(call, q))
-        return engine
+            return SelectedCpuEngine(base, call.selected, _pairs(call, on_device, q), *_rows(call, q))
+        return base
     warn_untested("torch", "triton")
     tensors, numbers = call.score_tensors, ()
     if score is not None:
