@@ -169,5 +169,5 @@ $(VENV)/.mutants-ready: pyproject.toml $(VENV)/.dev-ready
 	@touch $@
 
 $(VENV)/.integrations-ready: pyproject.toml $(files) $(VENV)/.torch-ready
-	$(call install,its tests,'.[test]' accelerate torchtitan transformers trl)
+	$(call install,its tests,'.[test]' accelerate lightning torchtitan transformers trl)
 	@touch $@

@@ -122,7 +122,7 @@ def join_continuations(text: str) -> str:
     """Remove the indentation of lines that continue a line which is not indented."""
     lines, in_paragraph = [], False
     for line in text.split("\n"):
-        indented, item = line.startswith(" "), line.lstrip().startswith(("-", "*", ".."))
+        indented, item = line.startswith(" "), line.lstrip().startswith(("-", "*", "..", ":"))
         lines.append(line.lstrip() if in_paragraph and indented and not item else line)
         in_paragraph = bool(line.strip()) and (in_paragraph or not indented) and not item
     return "\n".join(lines)

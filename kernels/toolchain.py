@@ -85,7 +85,7 @@ def ptxas_faults(arch: str, version: str) -> Iterator[str]:
     []
     """
     for (major, minor), kernels in HOPPER_FAULTS if arch == "sm_90" else ():
-        if _numbers(version) < (major, minor):
+        if version_numbers(version) < (major, minor):
             yield f"{kernels}, right from {major}.{minor} on"
 
 
@@ -116,7 +116,7 @@ def multiplies_transposed(arch: str) -> bool:
         return True  # before the import, which fails where only the CPU engine is installed
     import triton
 
-    return _numbers(triton.__version__) >= (3, 7, 1)
+    return version_numbers(triton.__version__) >= (3, 7, 1)
 
 
 def fences_async_copies() -> bool:
@@ -131,7 +131,7 @@ def fences_async_copies() -> bool:
     """
     import triton
 
-    return _numbers(triton.__version__) >= (3, 7, 1)
+    return version_numbers(triton.__version__) >= (3, 7, 1)
 
 
 def flips_right(arch: str, rows: int) -> bool:
@@ -164,10 +164,10 @@ def fused_fault(arch: str) -> str | None:
 
 
 @lru_cache
-def _numbers(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
     """Parse the leading numbers of a version.
 
-    >>> _numbers("3.7.1+git12"), _numbers("3.8.0rc1"), _numbers("13.1")
+    >>> version_numbers("3.7.1+git12"), version_numbers("3.8.0rc1"), version_numbers("13.1")
     ((3, 7, 1), (3, 8, 0), (13, 1))
     """
     leading = re.match(r"\d+(\.\d+)*", version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
@@ -40,7 +40,7 @@ class Case:
     heads:     of keys and values; ``group`` query heads read each
     dims:      channels of q and k, of v
     mask:      of :data:`MASKS`, by name and number, or combined
-    own_lists: whether batch rows and heads have block lists of their own, where one list would do
+    own_lists: whether batch rows and heads have separate block lists, although one list would do
     form:      of the mask in a call without a plan: "compact", "torch's" BlockMask, "without lists"
     size:      of q and k
     world:     ranks, 1 with balancer None: the call without ranks
@@ -264,7 +264,7 @@ def tolerance(dtype: torch.dtype, name: str) -> float:
 
 
 def check(case: Case) -> None:
-    """Assert that tritoncp's answers are those of dense attention."""
+    """Assert that tritoncp's answers equal dense attention."""
     agree(case, answers(case, tensors(case), call), expected(case))
 
 
@@ -288,21 +288,26 @@ def named(cases: Sequence[Case]) -> list[Any]:
 
 
 def spread(factors: Mapping[str, Sequence[Any]], count: int) -> list[Case]:
-    """Return ``count`` cases with each value of a factor equally often, in an order of the factor's own."""
+    """Return ``count`` cases with each value of a factor equally often, in a separate order for each
+    factor."""
     columns = [
         random.Random(name).sample([*islice(cycle(values), count)], count) for name, values in factors.items()
     ]
     return [case_of(dict(zip(factors, row)), seed) for seed, row in enumerate(zip(*columns), 1)]
 
 
-def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield rows that together contain every pair of values of every two factors.
+def pairs(factors: Mapping[str, Sequence[Any]], apart: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield rows that together contain every pair of values of every two factors, but for the two factors
+    ``apart``, if there are any: of these, every value.
 
     Greedy: a row begins with a missing pair, then each factor takes the value that adds most missing pairs.
     """
-    choices = [[(i, j) for j in range(len(values))] for i, values in enumerate(factors.values())]
+    choices = {name: [(i, j) for j in range(len(values))] for i, (name, values) in enumerate(factors.items())}
     missing = dict.fromkeys(
-        pair for one, other in itertools.combinations(choices, 2) for pair in itertools.product(one, other)
+        pair
+        for one, other in itertools.combinations(choices, 2)
+        for pair in itertools.product(choices[one], choices[other])
+        if {one, other} != {*apart}
     )
 
     def count_new(choice: tuple[int, int], row: list[tuple[int, int]]) -> int:
@@ -310,7 +315,7 @@ def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
     while missing:
         row = list(next(iter(missing)))
-        for values in choices:
+        for values in choices.values():
             if not set(values) & set(row):
                 row.append(max(values, key=partial(count_new, row=row)))
         row.sort()

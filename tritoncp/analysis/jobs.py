@@ -114,7 +114,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The job as text, unique among those of the table of resources.
+        """The job as text, unique in the table of resources.
 
         >>> step_job("dq", "sm_90", 128).name
         'dq sm_90 128 bfloat16 state'

@@ -33,7 +33,8 @@ class CallTensors:
     """The tensors of a problem's call on one device, or of a step of a schedule, and its launches.
 
     tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
-    variant: the kind of launch in a schedule, whose gradients are sums in float32; None: the launch of a call
+    variant: the kind of launch in a schedule; None: the launch of a call. A step with a state adds to
+        gradients in float32, a call writes gradients of the inputs' dtype
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class CallTensors:
         self._lse, self._delta, *stats = torch.empty(4, *self.q.shape[:3], device=device).unbind()
         has_state = self._variant.load or self._variant.store
         self._state = State(torch.empty_like(self.dout, dtype=torch.float32), *stats) if has_state else None
-        sums = torch.float32 if variant else problem.torch_dtype
+        sums = torch.float32 if has_state else problem.torch_dtype
         self._dq = torch.empty_like(self.q)
         self._dk, self._dv = (torch.empty_like(x, dtype=sums) for x in (self.k, self.v))
         self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # for the fused kernel and for steps

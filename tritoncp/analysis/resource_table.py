@@ -37,7 +37,7 @@ SHOWN = ("kernel", "D", "dtype", "mask", "tiles", "regs", "spill", "shared", "ma
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     """List jobs for the shipped kernels of these architectures: bfloat16 with every kind of mask and for few
     query rows, also without descriptors where these are the default, and fused where tiles exist; head dims
-    that are split in two, float16 and float32 with the kind of mask that needs the most registers.
+    that are split in two, float16 and float32 with the kind of mask that needs the max number of registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
     (110, 377)
@@ -130,7 +130,8 @@ def origin() -> dict[str, str]:
 
 
 def _is_kernel(function: ast.FunctionDef) -> bool:
-    return any(ast.unparse(decorator).endswith("jit") for decorator in function.decorator_list)
+    decorators = map(ast.unparse, function.decorator_list)
+    return any(decorator.endswith(("jit", "constexpr_function")) for decorator in decorators)
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:

@@ -1,9 +1,9 @@
 """DTensors as arguments of `flex_attention` and `shard`: a call runs on local parts, and its results are
 DTensors.
 
-Tensor parallelism shards heads or the batch, or replicates, and attention needs nothing of other heads and
-batch rows. Masks and mods see the indices of the whole tensors. A mesh dimension that shards the sequence has
-to be the call's mesh, and its pieces those of a plan in natural order.
+Tensor parallelism shards heads or the batch, or replicates tensors, and attention needs no data of other
+heads and batch rows. Masks and mods see the indices of the whole tensors. A mesh dimension that shards the
+sequence has to be the call's mesh, and its pieces have to be in natural order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.planning.placement import Placement, take
 from tritoncp.planning.plan import Plan
 
-BATCH, HEADS, SEQUENCE = 0, 1, 2  # dimensions of a query
+BATCH, HEADS, SEQUENCE = 0, 1, 2  # dimensions of the query
 Part = tuple[int, int]  # (index of this rank's part of a dimension, number of parts)
 
 
@@ -50,6 +50,8 @@ def localize(call: Arguments) -> Arguments:
     Raises TypeError for plain tensors beside DTensors, ValueError for placements whose parts need each other.
     """
     query, key, value, score_mod, block_mask, mesh = call[:6]
+    if call.selected is not None:
+        raise TypeError("selected= with DTensors: pass the local part of each tensor, x.to_local()")
     if call.expand is not None or not all(map(is_dtensor, (query, key, value))):
         raise TypeError(
             "query, key, value or sinks are DTensors, others plain tensors or None: pass DTensors over one "
@@ -85,7 +87,7 @@ def _parts_of_rank(
     meshes: Sequence[DeviceMesh], placements: Sequence[Sequence[Any]], mesh: Any
 ) -> tuple[Part, Part, Part]:
     """Return this rank's part of the batch, the heads and the sequence of query, key and value, by their
-    meshes and placements. mesh: of the call"""
+    meshes and placements. mesh: mesh of the call"""
     own, of_call = meshes[0], dims_of_call(meshes[0], mesh)
     for name, other, placed in zip(("query", "key", "value"), meshes, placements):
         for dim in range(own.ndim):
@@ -109,7 +111,7 @@ def _parts_of_rank(
 
 
 def dims_of_call(own: DeviceMesh, mesh: Any) -> list[int]:
-    """Return the dimensions of a DTensor's mesh that have ranks of the call's mesh alone."""
+    """Return the dimensions of a DTensor's mesh that have only ranks of the call's mesh."""
     group = groups.group_of(mesh)
     ranks = [] if group is None else dist.get_process_group_ranks(group)
     return [
@@ -136,7 +138,8 @@ def part_of_rank(mesh: DeviceMesh, placements: Sequence[Any], dim: int) -> Part:
 
 
 def _check_even(name: str, x: Tensor, part: Tensor, counts: Sequence[int]) -> None:
-    """Raise ValueError unless the parts of a DTensor are equally long. counts: of parts, by dimension"""
+    """Raise ValueError unless the parts of a DTensor are equally long. counts: number of parts, by
+    dimension"""
     for dim, count in enumerate(counts):
         if part.shape[dim] * count != x.shape[dim]:
             raise ValueError(
@@ -158,7 +161,7 @@ def _local_sinks(sinks: Any, query: Any, by_heads: bool) -> Tensor:
     for placement in query.placements:
         by_head = placement == Shard(HEADS)
         places.append(Shard(0) if by_head else Replicate())
-        # Each rank has the terms of its batch rows and queries.
+        # Each rank computes the terms of its batch rows and queries.
         of_gradient.append(Shard(0) if by_head else Replicate() if placement == Replicate() else Partial())
     local: Tensor = sinks.redistribute(placements=places).to_local(grad_placements=of_gradient)
     return local
@@ -229,14 +232,14 @@ def _parts_of_shard(
     own: DeviceMesh, placements: Sequence[Any], mesh: Any, dim: int, batch_dim: int | None, place: Part
 ) -> tuple[tuple[Part, Part], tuple[int, ...]]:
     """Return (this rank's part of dimension ``dim`` of a DTensor, and of its batch), and the dimensions of
-    its mesh along which its shards are placed as itself. place: this rank's part of the sequence"""
+    its mesh along which the result is placed like the DTensor. place: this rank's part of the sequence"""
     of_call = dims_of_call(own, mesh)
     along = [axis for axis in range(own.ndim) if placements[axis] == Shard(dim) and own.size(axis) > 1]
     piece = part_of_rank(own, placements, dim)
     fits = all(isinstance(p, Shard) or p == Replicate() for p in placements)
     fits &= not along or (piece == place and {*of_call} <= {*along})
     fits &= all(placements[axis] in (Shard(dim), Replicate()) for axis in of_call)
-    # Without the mesh, a tensor of the ranks of the plan looks like one that tensor parallelism replicates.
+    # Without the mesh, the plan's ranks cannot be told from ranks over which tensor parallelism replicates.
     unclear = mesh is None and not along and place[1] > 1
     if unclear and any(p == Replicate() and own.size(axis) == place[1] for axis, p in enumerate(placements)):
         fits = False

@@ -3,7 +3,7 @@
 - `read` sorts the arguments, and has the records of a call;
 - `validate` refuses wrong arguments, before a plan is made;
 - `plan_cache` finds or makes the plan, of a mask that `mask_source` reads;
-- `prepare` refuses what needs the plan, makes the record of the call, with its `facts`, and compares ranks;
+- `prepare` checks what needs the plan, makes the record of the call, with its `facts`, and compares ranks;
 - `autograd` has the node and the two passes: a schedule of `distributed` runs an engine of `engine_factory`;
 - `sinks` are applied to the results.
 

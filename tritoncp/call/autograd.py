@@ -1,10 +1,11 @@
 """Forward and backward pass of a call, their registered ops, and their autograd function.
 
-Each op is one whole pass: launches and collectives stay inside, so that neither step counts nor Work handles
-enter a graph. Outside of graphs a :class:`~tritoncp.call.read.Call` is passed to the passes directly; it is
-encoded as arguments of an op only where the dispatcher is needed.
+Each op is one whole pass: launches and collectives stay inside, so that neither numbers of steps nor Work
+handles enter a graph. Outside of graphs a :class:`~tritoncp.call.read.Call` is passed to the passes directly;
+it is encoded as arguments of an op only if the dispatcher is needed.
 
-A pass, and the autograd function, take a list of calls: of one rank, or of all ranks of a simulated world.
+A pass, and the autograd function, take a list of calls: the call of one rank, or the calls of all ranks of a
+simulated world.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _NO_CONTEXT = nullcontext()
 
 
 def current_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Make the GPU that holds ``x`` the current one: Triton launches there, and it may be another."""
+    """Make the GPU of ``x`` the current one, since Triton launches on the current GPU."""
     is_other = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device(x.device) if is_other else _NO_CONTEXT
 
@@ -100,7 +101,7 @@ def backward_engine(
     """Return (engine of a backward pass, dout in a memory order that kernels read, delta = rowsum(out * dout)
     - dlse [B, H, S])."""
     dout, dlse, q, k, v, out, lse = inputs
-    if dlse is not None:  # in rows that see no key, lse is -inf and dlse may be NaN
+    if dlse is not None:  # for rows that see no key, lse is -inf and dlse may be NaN
         dlse = dlse.masked_fill(lse == -torch.inf, 0).contiguous()
     dout = dout if 0 not in dout.stride() else dout.contiguous()
     extra = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
@@ -112,8 +113,8 @@ def backward_engine(
 
 
 def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
-    """Copy a gradient into x's dtype (its only rounding) and memory order, unless it has both: dk and dv may
-    be views of one buffer, and outputs of an op must not share memory."""
+    """Copy a gradient into x's dtype (its only rounding) and memory order, unless it has both and separate
+    memory: dk and dv may be views of one buffer, and outputs of an op must not share memory."""
     if grad.untyped_storage().nbytes() > grad.nbytes:
         return laid_out_as(x, x.shape[3]).copy_(grad)
     return grad.to(x.dtype)
@@ -122,8 +123,8 @@ def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
 def _drive(
     calls: Sequence[Call], passes: Sequence[Requests[Any]], x: Tensor, direction: str = ""
 ) -> list[Any]:
-    """Run the passes of one rank, or in lockstep those of all ranks of a simulated world, on the device of x;
-    return their results."""
+    """Run the pass of one rank, or in lockstep the passes of all ranks of a simulated world, on the device of
+    x; return the results."""
     group = calls[0].group
     with current_device(x):
         if group is None and len(passes) == 1:
@@ -147,7 +148,7 @@ def forward_pass(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Tenso
 
 
 def backward_pass(calls: Sequence[Call], inputs: Sequence[BackwardInputs]) -> list[Tensor]:
-    """Compute dq, dk and dv of each call, then the gradients of captures that require grad, which the calls
+    """Compute dq, dk and dv of each call, then the gradients of captures that require grad, which all calls
     share. Raises RuntimeError if state that a mask_mod reads has changed since its mask was made."""
     calls[0].plan.check_sources()
     consistency.compare_kind(calls[0].group, "a backward pass")
@@ -246,7 +247,7 @@ class Attention(torch.autograd.Function):
 
 
 class Final(torch.autograd.Function):
-    """Autograd function around a backward pass, which raises for a second derivative."""
+    """Autograd function around a backward pass. It raises for a second derivative."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], Iterable[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -262,8 +263,8 @@ class Final(torch.autograd.Function):
 
 
 def needs_autograd(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a call needs an autograd node. Forward-mode AD also takes the node, on which autograd
-    reports that it has no forward derivative."""
+    """Return whether a call needs an autograd node. Forward-mode AD also uses the node, so that autograd
+    reports the missing forward derivative."""
     if forward_ad._current_level >= 0:
         return True
     if torch.is_grad_enabled():
@@ -284,9 +285,9 @@ def attend(calls: Sequence[Call | OpArguments], shards: Sequence[Tensor]) -> lis
 
 
 def _run_forward(calls: Sequence[Call | OpArguments], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Run the forward pass of calls below autograd, as an op where the dispatcher is needed. tensors: query,
-    key and value of each call, then the captures."""
-    if len(calls) > 1:  # no op has the tensors of several ranks: modes see nothing, as in the body of an op
+    """Run the forward pass of calls below autograd, as an op if the dispatcher is needed. tensors: query, key
+    and value of each call, then the captures."""
+    if len(calls) > 1:  # there is no op for several ranks: modes see nothing, as in the body of an op
         with fresh_dispatch():
             shards = [x.resolve_neg() for x in tensors[: 3 * len(calls)]]
             return forward_pass(cast(Sequence[Call], calls), shards)
@@ -298,7 +299,7 @@ def _run_forward(calls: Sequence[Call | OpArguments], tensors: Sequence[Tensor])
 
 
 def backward(calls: Sequence[Call | OpArguments], inputs: Sequence[BackwardInputs]) -> list[Tensor]:
-    """Run the backward pass of calls; return what :func:`backward_pass` does. A second derivative raises."""
+    """Run the backward pass of calls, see :func:`backward_pass`. A second derivative raises."""
     present = [x for one in inputs for x in one if x is not None]
     present.extend(calls[0].captures)
 

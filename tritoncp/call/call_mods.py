@@ -26,14 +26,14 @@ from tritoncp.planning.plan import Plan
 def translate_score(
     score_mod: Callable[..., Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[Mod, Sequence[Tensor]]:
-    """Translate a score_mod for queries of ``dtype``, for the CPU engine alone if there is no translation to
-    Triton. Returns it without its captured tensors, then the tensors, which have to be on the queries'
+    """Translate a score_mod for queries of ``dtype``; if it cannot be translated to Triton, only for the CPU
+    engine. Returns it without its captured tensors, then the tensors. They have to be on the queries'
     ``device``: they may be edited between calls and may require gradients, so that a cached copy would be
     wrong."""
     try:
         score, tensors = translate(score_mod, 5, stats_dtype(dtype))
     except TypeError:
-        check_score_mod(score_mod)  # in a graph it was not
+        check_score_mod(score_mod)  # in a graph it was not checked
         raise
     for tensor in tensors:
         if tensor.ndim and tensor.device != device:
@@ -46,13 +46,13 @@ def translate_score(
 
 def check_score_mod(fn: Any) -> None:
     """Raise TypeError for a mask_mod in place of a score_mod."""
-    plain = type(fn) is types.FunctionType and not fn.__dict__  # a __dict__ may hold a wrapped function
+    plain = type(fn) is types.FunctionType and not fn.__dict__  # a __dict__ may have a wrapped function
     if plain and fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
         return  # inspect.signature takes longer than a kernel launch
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
-        return  # a jit function or a builtin: its own translation checks it
+        return  # a jit function or a builtin, which is checked when it is translated
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p for p in parameters if p.kind in places and p.default is inspect.Parameter.empty]
     if len(needed) == 4 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
@@ -63,8 +63,8 @@ def check_score_mod(fn: Any) -> None:
 
 
 def translate_mask(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:
-    """Return the translated mask_mod of a call, None if no masked block needs it. It is cached with the plan,
-    with copies of captured CPU tensors on the query's device: plans check that captures were not edited."""
+    """Return the translated mask_mod of a call, None if no masked block needs it. The plan caches it with
+    copies of captured CPU tensors on the query's device; it checks that captures were not edited."""
     by_rows = plan.schedule.startswith("ulysses")  # after the exchange, ranks have the rows of all ranks
     ranks = tuple(range(plan.world_size)) if by_rows else (plan.rank,)
     batch, heads, device = q.shape[0], q.shape[1], q.device
@@ -107,8 +107,8 @@ def _copy_to(mod: Mod, device: torch.device) -> DeviceCopy[Mod]:
 
 # -- bitmaps for a mask_mod that cannot be translated --------------------------------------------------------
 #
-# Torch evaluates the mask_mod once in the masked blocks of some ranks; one that only indexes tensors takes
-# its place.
+# torch evaluates the mask_mod once in the masked blocks of some ranks; a mask_mod that only indexes tensors
+# takes its place.
 
 
 def tabulate(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Callable[..., Tensor]:
@@ -123,7 +123,7 @@ def tabulate(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Callab
     blocks = blocks[owned[blocks[:, 0] % len(owned), blocks[:, 2]]]
     needed = torch.zeros(owned.shape[1], dtype=torch.bool)
     needed[blocks[:, 2]] = True
-    rows = (needed.cumsum(0) - 1).int()  # the row of ``ids`` for each query block
+    rows = (needed.cumsum(0) - 1).int()  # row in ``ids`` of each query block
     ids = torch.full((B, H, max(1, int(needed.sum())), mask.runs.shape[3]), -1, dtype=torch.int32)
     ids[blocks[:, 0], blocks[:, 1], rows[blocks[:, 2]], blocks[:, 3]] = torch.arange(len(blocks)).int()
     chunks = mask.evaluate(blocks + torch.tensor([first_row, 0, 0, 0]))

@@ -1,4 +1,5 @@
-"""Choice of the engine of a call, Triton kernels or the CPU engine, and conversion of its mods for it."""
+"""Choice of the engine of a call, Triton kernels or the CPU engine, and conversion of the call's mods for
+it."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ from tritoncp.mods import Mod, deterministic_sum
 from tritoncp.mods.mod import arguments, gradient_arguments
 from tritoncp.mods.tracing import OwnGradient, WideGradients
 from tritoncp.planning.step_tables import Engine
+from tritoncp.selection.cpu_engine import SelectedCpuEngine
+from tritoncp.selection.visible import VisiblePairs
 
 if TYPE_CHECKING:
     from tritoncp.kernels.engine import TritonEngine
@@ -80,15 +83,19 @@ def engine_of(
                 "shapes: omit it, or run the Triton kernels, on a GPU or with TRITON_INTERPRET=1"
             )
         mask = call_mods.translate_mask(plan, q)
-        return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
+        on_device = None if mask is None else mask.on_current_stream()
+        engine = cpu_engine(call, on_device, q.dtype, grads)
+        if call.selected is not None:
+            return SelectedCpuEngine(engine, call.selected, _pairs(call, on_device, q), *_rows(call, q))
+        return engine
     warn_untested("torch", "triton")
     tensors, numbers = call.score_tensors, ()
     if score is not None:
-        if 0 in [x.ndim for x in tensors]:  # may be on the CPU: torch combines them with any device's
-            tensors = upload(tensors, device)  # at every call, as they may be edited between calls
+        if 0 in [x.ndim for x in tensors]:  # may be on the CPU: torch combines them with any tensor
+            tensors = upload(tensors, device)  # at every call, since they may be edited between calls
         numbers = tuple(map(specialisation_of, score.numbers))
     layouts = tuple(map(layout_of, (q, k, v, *extra, *grads, *tensors)))
-    key = (  # equal to the EngineKey of these fields, which takes as long to make as to look up
+    key = (  # equal to the EngineKey of these fields, which takes longer to make
         call.facts or Facts.of(call, q, k, v), numbers, layouts, plan.rank,
         call.group and weakref.ref(call.group), device, executed_target(), tile_tables.table_generation,
     )  # fmt: skip
@@ -101,14 +108,32 @@ def engine_of(
         executable = executables.put(EngineKey(*key), _make_executable(call, q, v, grads))
     if executable.mask_mod is not None:
         executable.mask_mod.on_current_stream()  # the engine reads its tensors on this stream
-    if score is None or not (tensors or score.numbers):
-        return executable.engine
-    caps = arguments(tensors, score.numbers)
-    return executable.engine.with_captures(caps, gradient_arguments(grads) if grads else ())
+    engine = executable.engine
+    if score is not None and (tensors or score.numbers):
+        caps = arguments(tensors, score.numbers)
+        engine = engine.with_captures(caps, gradient_arguments(grads) if grads else ())
+    if call.selected is None:
+        return engine
+    from tritoncp.selection.triton_engine import SelectedTritonEngine  # late: it imports the kernels
+
+    mask_mod = None if executable.mask_mod is None else executable.mask_mod.on_current_stream()
+    return SelectedTritonEngine(engine, call.selected, _pairs(call, mask_mod, q), *_rows(call, q))
+
+
+def _pairs(call: Call, mask_mod: Mod | None, q: Tensor) -> VisiblePairs:
+    """Return the look-up of the pairs that a call's mask shows, made once for a plan and device."""
+    kept, key = caches_of(call.plan).visible_keys, (call.plan.first_row, q.device, mask_mod)
+    made = VisiblePairs(call.plan.mask, _check_torch_form(mask_mod), call.plan.first_row, q.device)
+    return kept.get(key) or kept.put(key, made)
+
+
+def _rows(call: Call, q: Tensor) -> tuple[int, Tensor]:
+    """Return the number of query heads, and the positions of the rows."""
+    return q.shape[1], call.plan.positions
 
 
 def _why_new(key: EngineKey, known: Iterable[EngineKey]) -> str:
-    """Describe by which fields a new key differs from the most similar one of the same pass."""
+    """Describe in which fields a new key differs from the closest key of the same pass."""
     same_pass = [other for other in known if len(other.layouts) == len(key.layouts)]
     differences = min((other.difference(key) for other in same_pass), key=len, default={})
     return "".join([f"; {text}" for text in differences.values()])
@@ -157,7 +182,7 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     captures = call.score_tensors
     wide, targets = torch.promote_types(dtype, torch.float32), [captures[i] for i in score.wants]
     graph: Any = score.graph
-    run = graph.forward  # not as a module, since hooks of all modules would see it
+    run = graph.forward  # not called as a module, since hooks of modules would see it
     own_gradients, back = graph.meta.get("own_gradients", ((), None))
     if any(x.dtype.itemsize < wide.itemsize for x in targets):
         run = WideGradients(graph, wide).run
@@ -165,7 +190,7 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     if own_gradients and score.wants and grads:
         raise NotImplementedError(
             f"score_mod calls {', '.join(own_gradients)}, an autograd.Function, and captures a tensor that "
-            "requires grad, for which the CPU engine supports torch's own derivatives alone: write a custom "
+            "requires grad, for which the CPU engine supports only torch's derivatives: write a custom "
             "gradient with detach(), as x + (f(x) - x).detach(), or run on a GPU"
         )
 
@@ -195,8 +220,8 @@ def _check_torch_form(mod: Mod | None) -> Mod | None:
 def kernel_mods(
     mask: Mod | None, score: Mod | None, caps: tuple[Any, ...] = (), dcaps: tuple[Any, ...] = ()
 ) -> Any:
-    """Make the kernels' form of user functions. mask: a mod whose captures are on the device; caps, dcaps:
-    captures of the score_mod and buffers of their gradients, as :class:`tritoncp.mods.Mod` takes them."""
+    """Convert user functions to the form that kernels take. mask: a mod whose captures are on the device;
+    caps, dcaps: captures of the score_mod and buffers of their gradients, see :class:`tritoncp.mods.Mod`."""
     from tritoncp.kernels.operands import NO_FUNCTION, Mods
     from tritoncp.kernels.scores import Closure
 
@@ -214,8 +239,8 @@ def kernel_mods(
 
 
 def gradient_buffers(call: Call, like: Tensor) -> list[Tensor]:
-    """Allocate zeroed buffers for the gradients of captures: floats, which kernels add to in any order, or
-    for deterministic results integers, whose sum does not depend on the order."""
+    """Allocate zeroed buffers for the gradients of captures: floats, to which kernels add in any order; or
+    integers for deterministic results, whose sum does not depend on the order."""
     if not call.wants:
         return []
     targets, device, sums = [call.captures[i] for i in call.wants], like.device, []

@@ -1,6 +1,7 @@
-"""Caches of a plan for execution: engines with their launches, mask_mods on devices, steps of the CPU engine.
+"""Caches of a plan for its execution: engines with their launches, mask_mods on devices, steps of the CPU
+engine.
 
-The caches of a plan are those of ``plan.derived``, which the views of all ranks share.
+They belong to ``plan.derived``, which the views of all ranks share.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
     from tritoncp.call.facts import Facts  # late: it imports this module
     from tritoncp.kernels.engine import TritonEngine  # late: it imports all kernels
 
-MAX_EXECUTABLES = 256  # of one plan
-MAX_LAUNCHES = 1024  # of one executable
-MAX_MASK_MODS = 64  # copies of a plan's mask_mod, for ranks, batch rows, heads and devices
-MAX_STEPS = 256  # of the CPU engine, for one plan
+MAX_EXECUTABLES = 256  # max executables of one plan
+MAX_LAUNCHES = 1024  # max launches of one executable
+MAX_MASK_MODS = 64  # max copies of a plan's mask_mod, for ranks, batch rows, heads and devices
+MAX_STEPS = 256  # max steps of the CPU engine, for one plan
 MAX_CHECKED_CALLS = 1024
 MAX_STRUCTURES = 16
 
@@ -46,6 +47,7 @@ class PlanCaches:
     cpu_steps:     steps of the CPU engine, by tables, shapes, first row and head
     structures:    by schedule and degree
     checked_calls: keys of the calls whose shards have the plan's sizes
+    visible_keys:  look-ups of pairs for selected keys, by first row, device and mask_mod
     facts:         by kind of call and its parts, see :func:`tritoncp.call.facts.with_facts`
     """
 
@@ -54,6 +56,7 @@ class PlanCaches:
         self.mask_mods: BoundedCache[Any, tuple[DeviceCopy[Mod] | None]] = BoundedCache(MAX_MASK_MODS)
         self.cpu_steps: BoundedCache[Any, Any] = BoundedCache(MAX_STEPS)
         self.structures: BoundedCache[Any, Any] = BoundedCache(MAX_STRUCTURES)
+        self.visible_keys: BoundedCache[Any, Any] = BoundedCache(MAX_STRUCTURES)
         self.checked_calls: set[Any] = set()  # no cache, whose look-up takes three times as long
         self.facts: BoundedCache[Any, Facts] = BoundedCache(MAX_CHECKED_CALLS)
 

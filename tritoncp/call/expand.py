@@ -2,9 +2,9 @@
 values.
 
 Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) computes the keys and values of all heads from a
-few channels of each token. A schedule sends these channels as it sends keys, and this engine computes the
-keys and values of one step. The backward pass recomputes them, and from their gradients those of the latent,
-which are sent to its rank, and of the parameters, as this rank's part of a sum over ranks.
+few channels of each token. A schedule sends these channels like keys, and this engine computes the keys and
+values of one step. The backward pass recomputes them. From their gradients it computes the gradients of the
+latent, which are sent to its rank, and of the parameters, this rank's part of a sum over ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Expansion(NamedTuple):
     """The user's function from rows of a latent to keys and values (``expand=``), and its arguments.
 
     fn:        (latent [B, Hl, rows, C], *arguments) -> key [B, Hkv, rows, D], value [B, Hkv, rows, E]
-    leaves:    of the arguments, a pytree; None replaces tensors that an autograd node saves
+    leaves:    leaves of the arguments, a pytree; None replaces tensors that an autograd node saves
     form:      pytree structure of the arguments; None: they are the leaves
-    modules:   fn and leaves that are modules, whose parameters are tensors of the call too
-    parameters: of the modules; None replaces them as it does leaves
-    wants:     indices, in ``tensors``, of those that require grad
+    modules:   fn and leaves that are modules; their parameters are tensors of the call too
+    parameters: parameters of the modules; None replaces them like leaves
+    wants:     indices of the tensors that require grad
     sizes:     (Hkv, D, E); () before they are known
     autocast:  name of the autocast dtype of the call; "": autocast was off
     """
@@ -72,12 +72,12 @@ class Expansion(NamedTuple):
 
     @property
     def num_tensors(self) -> int:
-        """Number of tensors, also while an autograd node saves them."""
+        """Number of tensors, also while an autograd node keeps them."""
         return len(self.places) + len(self.parameters)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors among the arguments, then parameters of modules; () while an autograd node saves
+        """The tensors among the arguments, then parameters of modules; () while an autograd node keeps
         them."""
         return tuple([x for x in (*[self.leaves[i] for i in self.places], *self.parameters) if x is not None])
 
@@ -160,8 +160,9 @@ class ExpandedStep(NamedTuple):
         return step._replace(k=key, v=value)
 
     def gradients(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compute the gradients of the leaves from those of keys and values; zeros for an unused leaf."""
-        # A view that the function made under no_grad says that it requires grad, and has no derivative.
+        """Compute the gradients of the leaves from the gradients of keys and values; zeros for an unused
+        leaf."""
+        # A view that the function made under no_grad claims to require grad, but has no derivative.
         pairs = [
             (x, grad.to(x.dtype))
             for x, grad in zip(self.keys, grads, strict=True)
@@ -270,9 +271,9 @@ def _rows_in_memory(x: Tensor) -> Tensor:
 
 
 def _copy_rows(latent: Tensor, tables: Tables) -> Tensor:
-    """Copy the latent of a step, which the function may edit in place. Padding, the rows that no slot of the
-    step covers, is replaced by ones, for which the function was checked: at arbitrary values it might be NaN,
-    and so would be gradients of parameters."""
+    """Copy the latent of a step, since the function may edit it in place. Rows outside of the step's slots
+    (padding) are replaced by ones, for which the function was checked: arbitrary values might give NaN, also
+    in gradients of parameters."""
     slots, rows = tables.kv_slots, latent.shape[2]
     if len(slots) == 1 and tables.kv_rows == rows:
         return latent.clone()
@@ -280,7 +281,7 @@ def _copy_rows(latent: Tensor, tables: Tables) -> Tensor:
     edges, step = first.new_zeros(len(slots), rows + 1), torch.ones_like(first)
     edges.scatter_add_(1, first, step).scatter_add_(1, first + tokens, -step)
     covered = edges[:, :rows].cumsum(1) > 0
-    if len(latent) == 1:  # batch rows share its memory; a row is a token if it is one for any of them
+    if len(latent) == 1:  # batch rows share its memory; a row is a token if it is one in any batch row
         covered = covered.any(0, keepdim=True)
     return latent.masked_fill(~covered[:, None, :, None], 1)
 

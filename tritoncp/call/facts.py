@@ -1,4 +1,5 @@
-"""The facts of a call: what must be equal on all ranks, and what decides the kernels that run."""
+"""The facts of a call: properties that must be equal on all ranks, and properties that decide which kernels
+run."""
 
 from __future__ import annotations
 
@@ -20,22 +21,23 @@ from tritoncp.mods import Mod
 from tritoncp.mods.user_code import describe
 from tritoncp.planning.plan import Plan
 
-DIGITS = 12  # of a digest in a message
+DIGITS = 12  # characters of a digest in a message
 
 
 class Facts(NamedTuple):
-    """The facts of a call that are equal on all ranks by construction: no length of a shard, no layout, no
+    """The facts of a call that must be equal on all ranks. They contain no length of a shard, no layout, no
     contents of a tensor and no captured number. Hashable.
 
-    device:  its type
+    device:  type of the device
     batch:   number of batch rows, and the index of the first in the whole batch
-    heads:   of query and of key
-    head_dims: of query and key, and of value
+    heads:   number of heads of query and of key
+    head_dims: head dim of query and key, and of value
     plan:    :func:`plan_structure`, with the global lengths
     score:   :func:`structure_of_score`
     expand:  :func:`structure_of_expansion`, or None
+    selected: (heads, keys of a row, block_size, query_block) of the selected keys, or None
     options: kernel options, sorted by name
-    returns: the results besides out
+    returns: names of the results besides out
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 64, 64))
@@ -54,6 +56,7 @@ class Facts(NamedTuple):
     plan: Any
     score: tuple[Any, ...] | None
     expand: tuple[Any, ...] | None
+    selected: tuple[int, ...] | None
     options: tuple[tuple[str, Any], ...]
     returns: tuple[str, ...]
 
@@ -66,12 +69,13 @@ class Facts(NamedTuple):
             "cuda" if q.is_cuda else q.device.type, q.dtype, (batch, plan.first_row), (heads, kv_heads),
             (dim, v_dim), call.scale, plan_structure(plan),
             structure_of_score(call.score),
-            None if expand is None else structure_of_expansion(expand), call.options, call.returns,
+            None if expand is None else structure_of_expansion(expand),
+            call.selected and call.selected.structure, call.options, call.returns,
         )  # fmt: skip
         return tuple.__new__(cls, fields)  # as cls(*fields), in half the time
 
     def texts(self) -> dict[str, str]:
-        """Format the facts for messages, by name; of the plan only the lengths."""
+        """Format the facts for messages, by name. Of the plan they have only the lengths."""
         (batch, row), (heads, kv_heads), (dim, v_dim) = self.batch, self.heads, self.head_dims
         (q_len, kv_len, *_), *_ = self.plan
         returns = [name for name in self.returns if name != "sinks"]
@@ -89,6 +93,7 @@ class Facts(NamedTuple):
             "sinks": "sinks" if "sinks" in self.returns else "no sinks",
             "score_mod": score,
             "expand": f"expand {self.expand}" if self.expand else "no expand",
+            "selected": _selected_text(self.selected),
         }
 
 
@@ -97,26 +102,27 @@ def with_facts(call: Call, kind: Any, q: Tensor, k: Tensor, v: Tensor) -> Call:
 
     kind: object that stands for the properties of q, k and v that the facts are made of
     """
-    plan, score, scale, group, options, returns, expand, tensors, _ = call
+    plan, score, scale, group, options, returns, expand, tensors, selected, _ = call
     if expand is not None:  # to read its structure takes as long as to make its facts
         return call
     form = score and structure_of_score(score)
-    key = kind, plan.first_row, plan.schedule, plan.degree, scale, options, returns, form
+    chosen = selected and selected.structure
+    key = kind, plan.first_row, plan.schedule, plan.degree, scale, options, returns, form, chosen
     kept = caches_of(plan).facts
     facts = kept.get(key) or kept.put(key, Facts.of(call, q, k, v))
-    fields = plan, score, scale, group, options, returns, None, tensors, facts
+    fields = plan, score, scale, group, options, returns, None, tensors, selected, facts
     return tuple.__new__(Call, fields)  # as call._replace(facts=facts), in a third of the time
 
 
 class EngineKey(NamedTuple):
     """The key of an engine: calls of one plan with equal keys run the same compiled kernels.
 
-    facts:   of the call
-    numbers: what Triton specialises kernels for of the numbers that the score_mod captures
-    layouts: of this rank's tensors, see :func:`tritoncp.kernels.layouts.layout_of`
-    rank:    whose plan it is
+    facts:   facts of the call
+    numbers: properties of the captured numbers for which Triton specialises kernels
+    layouts: layouts of this rank's tensors, see :func:`tritoncp.kernels.layouts.layout_of`
+    rank:    rank of the plan
     group:   weak reference to the process group, or None
-    device:  of the tensors
+    device:  device of the tensors
     target:  architecture for which kernels are executed on the CPU, or None
     tiles:   generation of the tables of measured tiles
     """
@@ -133,12 +139,19 @@ class EngineKey(NamedTuple):
     def difference(self, other: EngineKey) -> dict[str, str]:
         """Describe the fields by which another key differs, by name.
 
-        >>> first = EngineKey(Facts(*range(11)), (), (), 0, None, torch.device("cpu"), None, 0)
+        >>> first = EngineKey(Facts(*range(12)), (), (), 0, None, torch.device("cpu"), None, 0)
         >>> first.difference(first._replace(facts=first.facts._replace(scale=0.25), rank=1))
         {'scale': 'scale was 5 and is 0.25', 'rank': 'rank was 0 and is 1'}
         """
         old, new = ({**key.facts._asdict(), **key._asdict(), "facts": None} for key in (self, other))
         return {name: f"{name} was {old[name]} and is {new[name]}" for name in old if old[name] != new[name]}
+
+
+def _selected_text(structure: tuple[int, ...] | None) -> str:
+    if structure is None:
+        return "no selected keys"
+    heads, count, block_size, query_block = structure
+    return f"{count} selected keys of {heads} heads, block_size {block_size}, query_block {query_block}"
 
 
 def structure_of_score(score: Mod | None) -> tuple[Any, ...] | None:

@@ -82,7 +82,7 @@ def _backward_part(
     dout: Tensor, dlse: Tensor | None, q: Tensor, buffer: Tensor, out: Tensor, lse: Tensor, index: int,
     count: int, *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute for one chunk: dq, its terms of dk and dv of the buffer's rows, and gradients of captures."""
+    """Compute for one chunk: dq, its parts of dk and dv for the buffer's rows, and gradients of captures."""
     written = OpArguments(*arguments).with_leaves()
     with failures.closing(written.group), current_device(q):
         call = _reading_call(written, q, index, count)
@@ -104,7 +104,7 @@ def _backward_part_fake(
 
 
 def _send_gradients(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
-    """Sum dk and dv over chunks and start to send them to the ranks that hold the keys."""
+    """Sum dk and dv over chunks and start to send them to the ranks of the keys."""
     with failures.closing(group := decode_spec(spec).group):
         return shared_keys.send_gradients(_plan(plan), dk, dv, k, group)
 

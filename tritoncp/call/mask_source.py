@@ -1,5 +1,5 @@
-"""Inputs from which a raw mask was made (index tensors, captures, code), and its compact form: at most one
-device-to-host copy."""
+"""Inputs from which a raw mask was made (index tensors, captures, code), and its compact form, with at most
+one device-to-host copy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RawMask = BlockMask | Mask | MaskMod | None
 class MaskState(NamedTuple):
     """The state of a raw mask at one moment.
 
-    key:     hashable; equal for masks that differ at most in their tensors. None: cannot be compared
+    key:     hashable; masks with equal keys differ only in their tensors. None: the mask cannot be compared
     tensors: the index tensors of the listed blocks, then the tensors that its mask_mod captures
     listed:  number of index tensors
     reason:  why the mask cannot be compared
@@ -80,14 +80,14 @@ class MaskState(NamedTuple):
 
 @dataclass(eq=False)
 class Sources:
-    """The tensors and the code that a raw mask is made of."""
+    """The tensors and the code of a raw mask."""
 
     mask: RawMask
     state: MaskState
 
     @classmethod
     def of(cls, mask: RawMask, state: MaskState | None = None) -> Sources:
-        """Return the sources of a mask. state: its present state, if the caller has read it."""
+        """Return the sources of a mask. state: its current state, if the caller has read it."""
         state = MaskState.of(mask) if state is None else state
         return cls(_without_noop(mask), state)
 
@@ -103,16 +103,16 @@ class Sources:
 
     @cached_property
     def host_copies(self) -> dict[int, Tensor]:
-        """Host copies of remote tensors, by id of the original."""
+        """Host copies of tensors on a device, by id of the original."""
         remote = [t for t in self.state.tensors if is_remote(t)]
         return {id(t): copy for t, copy in zip(remote, to_host(remote), strict=True)}
 
     def on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors of this mask, those on a device as host copies."""
+        """Return tensors of this mask, with host copies of tensors on a device."""
         return [self.host_copies.get(id(t), t) for t in tensors]
 
     def compact(self, batch: int, q_len: int, kv_len: int) -> Mask:
-        """Return the mask as runs. batch, q_len, kv_len: the call's, for masks without sizes of their own."""
+        """Return the mask as runs. batch, q_len, kv_len: sizes of the call, for masks without sizes."""
         mask = self.mask
         validate.check_mask_captures(self.captures)
         if mask is None:
@@ -122,7 +122,7 @@ class Sources:
         if getattr(self.mod, "__name__", "") == "_sliced_mask_mod_error":
             raise ValueError(
                 "block_mask is a slice of a BlockMask, and torch drops the mask_mod of a slice: pass the "
-                "global mask, of which each rank selects its own rows"
+                "global mask, from which each rank selects its rows"
             )
         # Lists and captures on devices are read from their host copies.
         with TensorReplacement(self.host_copies) if self.host_copies else nullcontext():
@@ -131,11 +131,11 @@ class Sources:
             else:
                 lengths = (q_len, kv_len) if has_no_lengths(mask) else None
                 compacted = from_block_mask(mask, lengths)
-        return replace(compacted).with_intervals()  # its snapshot has the tensors' own versions
+        return replace(compacted).with_intervals()  # its snapshot has the versions of the original tensors
 
     def digest(self) -> bytes:
-        """Digest the contents of tensors, code and plain values: equal on every rank that has the same
-        mask."""
+        """Digest the contents of tensors, code and plain values. Ranks with the same mask have equal
+        digests."""
         key = self.state.key
         hasher = hashlib.sha256(repr(stable(key)).encode() if key else describe(self.mod).encode())
         for tensor in self.on_host(self.state.tensors):
@@ -158,13 +158,13 @@ class Sources:
 _WARNED: set[str] = set()
 
 
-# States of masks in which only the contents of these tensors can change.
+# States of masks whose only changeable part is the contents of these tensors.
 _CONSTANT_STATES: weakref.WeakKeyDictionary[Mask | MaskMod, MaskState] = weakref.WeakKeyDictionary()
 
 
 def _without_noop(mask: RawMask) -> RawMask:
-    """Return None for torch's mask without lengths in which all queries see all keys; other masks as they
-    are."""
+    """Return None for torch's mask without lengths in which all queries see all keys, and any other mask
+    unchanged."""
     return None if has_no_lengths(mask) and mask.mask_mod is noop_mask else mask
 
 

@@ -4,9 +4,10 @@ A plan is reused while the mask has the same code, plain values and lengths, and
 unedited, see :class:`tritoncp.core.bounded_cache.TensorCache`; writes through ``.data`` or NumPy are not
 detected.
 
-To make a plan for a group is a collective operation, so that a look-up must hit or miss on all ranks alike.
-Therefore every group has its own cache, which only calls on that group change, and eviction is in call
-order, by the number of plans and the bytes of their masks and placements, which are equal on all ranks.
+Making a plan for a group is a collective operation, so a look-up has to hit on all ranks or miss on all.
+Therefore every group has a separate cache, which only calls on that group change. Plans are evicted in the
+order of calls, by the number of plans and the bytes of their masks and placements, which are equal on all
+ranks.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report.text import format_title
 
-MAX_PLANS = 64  # plans per group, or of calls without a group
-MAX_BYTES = 1 << 30  # bytes of their masks and placements
-MAX_NAME = 200  # characters of a mask_mod in a log line
-WARN_IMBALANCE = 1.2  # max/mean work above which natural order causes a warning
+MAX_PLANS = 64  # max plans per group, and of calls without a group
+MAX_BYTES = 1 << 30  # max bytes of their masks and placements
+MAX_NAME = 200  # max characters of a mask_mod in a log line
+WARN_IMBALANCE = 1.2  # above this max/mean work, natural order causes a warning
 
 
 class CacheInfo(NamedTuple):
@@ -46,9 +47,9 @@ class CacheInfo(NamedTuple):
 
     hits: int
     misses: int
-    plans: int  # in the cache now
-    nbytes: int  # of their masks and placements
-    most: int  # plans that a cache keeps
+    plans: int  # plans that are in the cache now
+    nbytes: int  # bytes of their masks and placements
+    most: int  # max plans that a cache keeps
     most_bytes: int
 
 
@@ -105,7 +106,7 @@ def plan_for(
 
 
 def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any) -> None:
-    """Check the shards of a call against its plan, unless those of a call of its key passed."""
+    """Check the shards of a call against its plan, unless a call with the same key passed the check."""
     checked, key = caches_of(plan).checked_calls, (plan.rank, call_key)
     if key not in checked or call_key is None:
         validate.check_ranks(plan, group)
@@ -118,8 +119,8 @@ def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any) -> Non
 def plan_cache_info() -> CacheInfo:
     """Return hits, misses, number of plans and bytes of the cache for the plans of raw masks.
 
-    Where every training step has a new mask, every look-up is a miss: make the plans with `make_plan`, in
-    the data loader's workers.
+    If every training step has a new mask, every look-up is a miss: make the plans with `make_plan`, in the
+    data loader's workers.
 
     >>> import torch, tritoncp
     >>> tritoncp.plan_cache_clear()

@@ -2,8 +2,8 @@
 
 Once for each group and signature the ranks compare dtype, heads, lengths, scale, options and the structure of
 mods and mask, on the host; later calls cost a look-up. Contents of tensors and captured numbers are compared
-only under TRITONCP_CHECK=1, at every call. A plan made in another process, as in a data loader's worker, is
-compared at its first use.
+only under TRITONCP_CHECK=1, at every call. A plan made in another process, for example in a data loader's
+worker, is compared at its first use.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ from tritoncp.mods import Mod
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.mods.user_code import describe, origin
 from tritoncp.planning.plan import Plan
+from tritoncp.selection.selection import Selection, check_indices, check_plan, check_selection
 
-MAX_SIGNATURES = 1024  # signatures and plans per group
-MAX_SCALES = 16  # values of scale that are compared per signature; further values are not
-MAX_VALUE = 100  # characters of a captured value in a message
+MAX_SIGNATURES = 1024  # max signatures and plans per group
+MAX_SCALES = 16  # max values of scale that are compared per signature
+MAX_VALUE = 100  # max characters of a captured value in a message
 CALL = "flex_attention"
 SCALE = Facts._fields.index("scale")
 
 
 def prepare(arguments: Arguments, plan: Plan, kind: CallKind | None = None) -> Call:
     """Make the record of a call of this plan, after the checks of its kernel options, score_mod and scale,
-    with its facts if they are kept. kind: of the checked call; None: of a simulated world"""
+    with its facts if they are kept. kind: of the checked call; None: of a simulated world
+
+    Ranks are compared, and the engine is found or made, at the start of a pass: under a dispatch mode other
+    tensors may reach it than were passed to the call."""
     query, options = arguments.query, arguments.kernel_options
     if options:
         check_options(options, architecture(query.device))
@@ -50,18 +54,28 @@ def prepare(arguments: Arguments, plan: Plan, kind: CallKind | None = None) -> C
     if arguments.score_mod is not None:
         score, tensors = call_mods.translate_score(arguments.score_mod, query.dtype, query.device)
     group = kind and kind.ranks and kind.ranks()
+    selected = None if arguments.selected is None else selected_keys(arguments, plan)
     call = Call(
         plan, score, validate.scale_of(arguments), group, tuple(sorted(options.items())) if options else (),
-        arguments.returns, arguments.expand, tensors,
+        arguments.returns, arguments.expand, tensors, selected,
     )  # fmt: skip
     return with_facts(call, kind, *arguments[:3]) if kind and kind.is_kept else call
+
+
+def selected_keys(arguments: Arguments, plan: Plan) -> Selection:
+    """Return the selected keys of a call with unique indices, after checks."""
+    selected, expand = arguments.selected, arguments.expand
+    check_selection(selected, arguments.query, arguments.key.shape[1] if expand is None else expand.sizes[0])
+    check_indices(selected, plan.mask.kv_len)
+    check_plan(plan, arguments.kernel_options or {})
+    return selected.unique()
 
 
 class Table:
     """Signatures that a group's ranks have compared; equal on all ranks, which make the same calls in the
     same order.
 
-    scales: compared scales, by signature: the facts of a call but its scale
+    scales: compared scales, by signature: the facts of a call without its scale
     plans:  identities of compared plans
     """
 
@@ -81,8 +95,8 @@ def table_of(group: Any) -> Table:
 def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Compare a call across the ranks, if its signature or plan is new to the group, or if TRITONCP_CHECK=1.
 
-    Raises Disagreement on every rank where the ranks differ, PeerLost where a rank is missing. Under
-    CUDA-graph capture nothing is compared.
+    Raises Disagreement on every rank if the ranks differ, PeerLost if a rank is missing. Under CUDA-graph
+    capture nothing is compared.
     """
     group, plan, facts = call.group, call.plan, call.facts or Facts.of(call, q, k, v)
     table, signature = table_of(group), (*facts[:SCALE], *facts[SCALE + 1 :])
@@ -101,7 +115,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     consistency.together(group, purpose, to_compare)
     scales.add(facts.scale)
     table.plans[plan.identity] = True
-    groups.connect_data(group, q.device)  # not yet made if the plan is of another process
+    groups.connect_data(group, q.device)  # not made yet if the plan is from another process
 
 
 def _compared(call: Call, facts: Facts) -> consistency.Compared:

@@ -24,6 +24,7 @@ from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
 from tritoncp.planning.plan import Plan
+from tritoncp.selection.selection import Selection, check_indices
 
 if TYPE_CHECKING:
     from tritoncp.call.facts import Facts  # late: it imports this module
@@ -50,6 +51,7 @@ class Arguments(NamedTuple):
     sinks: Tensor | None = None
     batch_offset: int | None = None
     expand: Any = None
+    selected: Any = None
 
     @property
     def returns(self) -> tuple[str, ...]:
@@ -114,7 +116,7 @@ def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any
 
 
 def _hint(argument: Any) -> str:
-    """Return the end of an error about an argument that is no mask: how to get one."""
+    """Return the end of an error about an argument that is not a mask: how to get one."""
     if isinstance(argument, Mapping):
         return f": pass the value of this layer, of {', '.join(map(repr, argument))}"
     if isinstance(argument, Tensor):
@@ -133,6 +135,7 @@ class Call(NamedTuple):
     options: kernel options, sorted by name
     returns: the results besides out: "lse", "max_scores"; "sinks" if the call has some
     score_tensors: the tensors that the score_mod captures
+    selected: the keys that were chosen at run time, with unique indices; None: the mask alone decides
     facts:   facts of the call and its tensors, if kept (:func:`tritoncp.call.facts.with_facts`), else None
 
     >>> from tritoncp import alibi, causal, create_block_mask, make_plan
@@ -159,6 +162,7 @@ class Call(NamedTuple):
     returns: tuple[str, ...] = ()
     expand: Expansion | None = None
     score_tensors: Sequence[Tensor] = ()
+    selected: Selection | None = None
     facts: Facts | None = None
 
     @property
@@ -173,7 +177,7 @@ class Call(NamedTuple):
 
     @property
     def captures(self) -> Sequence[Tensor]:
-        """The tensors that the score_mod captures, then those of ``expand``."""
+        """The tensors that the score_mod captures, then the tensors of ``expand``."""
         own = self.score_tensors
         return own if self.expand is None else (*own, *self.expand.tensors)
 
@@ -186,8 +190,7 @@ class Call(NamedTuple):
         return *wants, *(len(self.score_tensors) + i for i in self.expand.wants)
 
     def with_captures(self, captures: Sequence[Tensor]) -> Call:
-        """Copy the call with other captured tensors; () for none: an autograd node saves them apart from the
-        call."""
+        """Copy the call with other captured tensors; () for none: an autograd node keeps them separately."""
         if (expand := self.expand) is None:
             has_some = captures or self.score_tensors
             return self._replace(score_tensors=captures) if has_some else self
@@ -212,8 +215,8 @@ class OpArguments(NamedTuple):
     subclasses.
 
     ints: in a graph, the numbers that the score_mod captures
-    plan: handle (:mod:`tritoncp.core.handles`): in a graph of the plan, an input, so that one graph serves
-          all plans; else of the :class:`Call` without captures
+    plan: handle (:mod:`tritoncp.core.handles`): in a graph the handle of the plan, which is an input, so that
+        one graph serves all plans; else the handle of the :class:`Call` without captures
     spec: text of a :class:`tritoncp.graph.spec.CallConstants`
     """
 
@@ -248,6 +251,11 @@ class OpArguments(NamedTuple):
         if isinstance(named, Call):
             named.plan.check_sources()
             return named.with_captures(self.captures)
+        selected = None
+        if spec.selected:
+            selected = Selection(self.captures[-1], *spec.selected)
+            check_indices(selected, named.mask.kv_len)
+            selected = selected.unique()
         if spec.has_inputs:
             from tritoncp.graph import inputs  # late: it imports Dynamo, which plans do not need
 
@@ -264,10 +272,11 @@ class OpArguments(NamedTuple):
                 numbers = [(name, inputs.rebuild(part, tensors, ints)) for name, part in spec.graph_options]
                 options = tuple(sorted([*options, *numbers]))
                 check_options(dict(options))
-        return Call(named, score, scale, spec.group, options, spec.returns, expand, score_tensors)
+        return Call(named, score, scale, spec.group, options, spec.returns, expand, score_tensors, selected)
 
     def with_leaves(self) -> OpArguments:
-        """Detach the captures and mark those in ``wants`` as requiring grad, which an op's inputs do not."""
+        """Detach the captures and mark those in ``wants`` as requiring grad, since an op's inputs do not
+        require grad."""
         leaves = [x.detach().requires_grad_(i in self.wants) for i, x in enumerate(self.captures)]
         return self._replace(captures=leaves)
 

@@ -1,7 +1,7 @@
 """Attention sinks: a learned logit per head, which takes probability and contributes no value.
 
-Applied once, after the last step of any schedule. With z = exp(lse), the sum over keys, a softmax over keys
-and sink is the softmax over keys times z / (z + exp(sink)) = sigmoid(lse - sink). out and lse are
+They are applied once, after the last step of any schedule. With z = exp(lse), the sum over keys, a softmax
+over keys and sink is the softmax over keys times z / (z + exp(sink)) = sigmoid(lse - sink). out and lse are
 differentiable, so that autograd has the gradients of q, k, v and sinks (StreamingLLM, arXiv 2309.17453; in
 gpt-oss sinks are learned).
 """
@@ -19,7 +19,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, invariant: bool = False)
     """Apply attention sinks to out [B, H, S, E] and lse [B, H, S]. sinks: [H], logits to the base e, to which
     neither scale nor score_mod applies. A row that sees no key gets out 0 and lse = sink.
 
-    invariant: whether the bits of a row may not depend on the other rows, also those of its gradients
+    invariant: whether the bits of a row and of its gradients must not depend on other rows
 
     >>> out, lse = with_sinks(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1), torch.zeros(1))
     >>> out.tolist(), round(lse.item(), 4)
@@ -35,12 +35,11 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, invariant: bool = False)
 
 
 # -- rows whose bits do not depend on other rows -----------------------------------------------------------
-#
-# Where torch vectorises a sum, exp, log or sigmoid, bits depend on the number of elements and on the place of
-# an element among them. Sums, products and quotients of elements have one rounded result.
+# If torch vectorises a sum, exp, log or sigmoid, bits depend on the number of elements and on the place of an
+# element among them. Sums, products and quotients of elements have one rounded result.
 
-_LARGEST = 700.0  # exponent; exp(-700) is nothing beside 1, and no subnormal number
-_LN2 = float.fromhex("0x1.62e42fee00000p-1"), float.fromhex("0x1.a39ef35793c76p-33")  # in two parts
+_LARGEST = 700.0  # min exponent; exp(-700) vanishes beside 1, and is not subnormal
+_LN2 = float.fromhex("0x1.62e42fee00000p-1"), float.fromhex("0x1.a39ef35793c76p-33")  # log(2) in two parts
 _EXP = [1 / math.factorial(n) for n in range(14)]
 _ATANH = [1 / (2 * n + 1) for n in range(18)]
 
@@ -53,7 +52,7 @@ class _InvariantSinks(torch.autograd.Function):
         empty, stats = lse == -torch.inf, lse.dtype
         wide, sinks = lse.double(), logits.double()
         gap = torch.where(empty, -_LARGEST, (wide - sinks).clamp(-_LARGEST, _LARGEST))
-        small = _exp(-gap.abs())  # exp of the smaller one of lse and sink, over that of the larger one
+        small = _exp(-gap.abs())  # exp(min(lse, sink)) / exp(max(lse, sink))
         share = torch.where(empty, 0, torch.where(gap < 0, small, 1) / (1 + small)).to(stats)
         ctx.save_for_backward(out, share)
         total = torch.maximum(wide, sinks) + _log1p(small)
@@ -97,4 +96,4 @@ def _row_sums(x: Tensor) -> Tensor:
     while (width := x.shape[-1]) > 1:
         half = (width + 1) // 2
         x = torch.cat([x[..., : width - half] + x[..., half:], x[..., width - half : half]], -1)
-    return x.sum(-1)  # of one element, or of none
+    return x.sum(-1)  # one element, or none

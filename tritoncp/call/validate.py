@@ -30,7 +30,7 @@ from tritoncp.planning.plan import Plan
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-DEVICES = ("cuda", "cpu", "meta")  # meta: shapes only
+DEVICES = ("cuda", "cpu", "meta")  # meta tensors have only shapes
 
 
 class ShardSizes(NamedTuple):
@@ -61,12 +61,12 @@ class ShardSizes(NamedTuple):
 
 
 class CallKind:
-    """What calls have in common that are checked together. Kinds are compared by identity.
+    """Properties of calls that one check covers. Kinds are compared by identity.
 
-    sizes:        of their shards
-    shares_batch: whether keys or values of batch 1 are for several queries
+    sizes:        sizes of the shards
+    shares_batch: whether keys or values of batch size 1 serve several batch rows of queries
     ranks:        weak reference to their process group; None: all ranks are in this process
-    is_kept:      whether later calls have this kind too, so that what is found for it is worth keeping
+    is_kept:      whether later calls have this kind too, so that results for it are worth caching
     """
 
     __slots__ = "is_kept", "ranks", "shares_batch", "sizes"
@@ -83,9 +83,9 @@ _CHECKED_CALLS: BoundedCache[Any, CallKind] = BoundedCache(MAX_CHECKED_CALLS)
 
 
 def check_call(call: Arguments) -> tuple[Arguments, CallKind]:
-    """Refuse wrong arguments before a plan is made, for which ranks exchange their lengths; return the call,
-    with keys and values of the queries' batch size, and its kind. A call with the :func:`call_key` of an
-    earlier one is not checked again."""
+    """Refuse wrong arguments before ranks exchange their lengths to make a plan. Returns the call, with keys
+    and values of the queries' batch size, and its kind. A call with the :func:`call_key` of an earlier call
+    is not checked again."""
     group, kind = groups.group_of(call.mesh), None
     key = None if call.expand is not None else call_key(call, group)  # parameters are read at each call
     if key is not None:
@@ -99,9 +99,9 @@ def check_call(call: Arguments) -> tuple[Arguments, CallKind]:
 
 
 def check_arguments(call: Arguments) -> Arguments:
-    """Refuse wrong arguments of a call: all that no plan is needed for, but its scale, kernel options and
-    score_mod (:func:`tritoncp.call.prepare.prepare`). Returns it with the checked record of ``expand``, and
-    the value of a latent, which has zero channels."""
+    """Refuse wrong arguments of a call that can be checked without a plan, except scale, kernel options and
+    score_mod (:func:`tritoncp.call.prepare.prepare`). Returns the call with the checked record of ``expand``,
+    and for a latent a value with zero channels."""
     if call.expand is not None:
         expansion = expansion_of(*call[:3], call.expand, call.enable_gqa)
         call = call._replace(expand=expansion, value=call.key.detach()[..., :0])
@@ -116,8 +116,8 @@ _facts = attrgetter("shape", "dtype", "device", "layout")
 
 
 def call_key(call: Arguments, group: Any) -> Any:
-    """Return a hashable key of all properties of a call that checks read, so that calls of equal keys need
-    one check per plan. None if sizes may be symbols."""
+    """Return a hashable key of all properties of a call that checks read: calls with equal keys need one
+    check per plan. None if sizes may be symbols."""
     q, k, v = shards = call[:3]
     for x in shards:
         if type(x) is not Tensor or x.is_nested:
@@ -306,8 +306,8 @@ def check_aux(return_lse: bool, return_aux: Any) -> None:
 
 
 def check_mesh(mesh: Any, *plans: Any, schedule: str = "") -> None:
-    """Raise ValueError for a mesh of two dimensions, whose ranks would all share one sequence, unless the
-    schedule, or that of one of the plans, exchanges heads between the ranks of the second one."""
+    """Raise ValueError for a mesh of two dimensions, since all its ranks would share one sequence, unless the
+    schedule, or the schedule of a plan, exchanges heads between the ranks of the second dimension."""
     if mesh is None or not groups.degree_of(mesh):
         return
     names = [schedule, *[plan.schedule for plan in plans if isinstance(plan, Plan)]]
@@ -322,7 +322,7 @@ def check_mesh(mesh: Any, *plans: Any, schedule: str = "") -> None:
 
 def whole_batch(mask: Any, rows: int, batch_offset: int) -> int:
     """Return the batch size of the plan for a call with ``rows`` batch rows from ``batch_offset`` on: the
-    mask's; if that is 1, ``rows``, or ``batch_offset + rows`` for a mask_mod without block lists."""
+    mask's batch size; if it is 1, ``rows``, or ``batch_offset + rows`` for a mask_mod without block lists."""
     if isinstance(batch_offset, bool) or not isinstance(batch_offset, int | torch.SymInt):
         raise TypeError(f"batch_offset is a {type(batch_offset).__name__}; an int is needed")
     batch = mask.batch if isinstance(mask, Plan | MaskMod) else 1 if mask is None else mask.shape[0]
@@ -458,17 +458,18 @@ def check_positions(plan: Plan, positions: Tensor) -> None:
 
 
 def check_order(plan: Plan, positions: Tensor | None = None) -> None:
-    """Check that shards are in the plan's order: compare ``positions``, or without them warn, once per plan
-    that reorders blocks, if neither `shard` nor `positions` was ever called with it.
+    """Check that shards are in the plan's order: compare ``positions``. Without positions, warn once per plan
+    that reorders blocks if neither `shard` nor `positions` was ever called with it.
 
-    No warning for an unpickled plan, as from a data loader's worker: the other process may have called them.
+    An unpickled plan causes no warning: another process, such as a data loader's worker, may have called
+    them.
     """
     if positions is not None:
         check_positions(plan, positions)
         return
     if plan.balancer == "natural" or plan.q.order_is_read:
         return
-    plan.q.mark_order_read()  # warns once for a plan
+    plan.q.mark_order_read()  # so that it warns once per plan
     warn_caller(
         f"this plan places blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "
         "positions(plan) was called for it: shards in natural order give wrong answers without an error. "

@@ -221,8 +221,8 @@ class Cut:
             if name in SLICES or any(expression(size) == self.sizes.whole for size in value.shape):
                 warn_caller(
                     f"{describe_node(node)} makes rows from the sequence length in a region: each chunk gets "
-                    "the first ones, not those of its place. If these are positions or rotary tables, make "
-                    "them outside of the region and pass them in"
+                    "the first ones, not the ones at its place. If these are positions or rotary tables, "
+                    "make them outside of the region and pass them in"
                 )
 
     def _warn_of_mixed_rows(self) -> None:
@@ -236,8 +236,8 @@ class Cut:
             warned.add(name)
             warn_caller(
                 f"{describe_node(node)} is {name.strip('_')} along the sequence in a region"
-                f"{', and its result meets the rows again' if meets_rows else ''}: it has the rows of a "
-                "chunk alone, so that results are not those of the whole. Move it out of the region, or pass "
+                f"{', and its result meets the rows again' if meets_rows else ''}: it has only the rows of a "
+                "chunk, so that results differ from the whole. Move it out of the region, or pass "
                 'dim="batch"'
             )
 
@@ -369,9 +369,7 @@ class Cut:
         if any(part in name for part in TORCH_ATTENTION) and self.dim == "seq":
             return "is torch's attention, whose chunks need all keys: call tritoncp.flex_attention"
         if self._is_random(node):
-            return (
-                "draws random numbers, which would differ from those of the whole: move it out of the region"
-            )
+            return "draws random numbers, which would differ from the whole: move it out of the region"
         if "c10d" in name and self.dim == "seq" and self.carries(node):
             if name in GATHERS and any(map(attention.is_attention, self.inside)):
                 return (

@@ -16,7 +16,7 @@ from typing import Any
 
 PREFIX = "TRITONCP_"
 ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-TUNING_SECONDS = 60.0  # time for tuning with TRITONCP_AUTOTUNE=1
+TUNING_SECONDS = 60.0  # seconds of tuning with TRITONCP_AUTOTUNE=1
 
 
 def parse_switch(text: str) -> bool:
@@ -93,12 +93,12 @@ DEBUG = Variable("TRITONCP_DEBUG")
 OFFLINE_LOG = Variable("TRITONCP_OFFLINE_LOG")
 UNSAFE_FUSED = Variable("TRITONCP_UNSAFE_FUSED")
 VARIABLES = {one.name: one for one in (AUTOTUNE, CHECK, CONFIG_DIR, DEBUG, OFFLINE_LOG, UNSAFE_FUSED)}
-# Variables of other packages, besides all those of Triton, torch and NCCL.
+# Variables of other packages, besides all variables of Triton, torch and NCCL.
 OF_OTHERS = ("GLOO_SOCKET_IFNAME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def set_variables() -> dict[str, str]:
-    """Return the set variables with an effect on this package: its own, those of Triton, torch and NCCL, and
+    """Return the set variables that affect this package: variables of tritoncp, Triton, torch and NCCL, and
     OF_OTHERS."""
     prefixes = "TRITON", "TORCH", "NCCL"
     return {k: v for k, v in sorted(os.environ.items()) if k in OF_OTHERS or k.startswith(prefixes)}
@@ -136,7 +136,7 @@ def executed_target() -> str | None:
 
 @contextmanager
 def execute_for(architecture: str) -> Iterator[None]:
-    """Context in which calls on CPU tensors execute kernels compiled for an architecture."""
+    """Execute kernels compiled for an architecture in calls on CPU tensors, in a ``with`` block."""
     _executed.append(architecture)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Files: their JSON, with ValueError for any text that is none, and their names, made from text."""
+"""Files: parsing of JSON, with ValueError for any other text, and file names made from text."""
 
 from __future__ import annotations
 

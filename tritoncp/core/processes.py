@@ -41,7 +41,7 @@ def use_loopback_interface() -> None:
 
 
 class Lost(NamedTuple):
-    """Stands for the missing result of a case; has the reason."""
+    """Placeholder for the missing result of a case, with the reason."""
 
     why: str
 
@@ -56,7 +56,7 @@ class WorkerPool:
     timeout:  seconds for a case, including the start of its process
     method:   "spawn" takes seconds, and pickles function and setup; "fork" is fast, but not possible with
     CUDA
-    without:  an environment variable that is unset in the processes
+    without:  name of an environment variable that is unset in the processes
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class WorkerPool:
                     else:
                         continue
                     if worker.ended:
-                        poll()  # it may raise for the same reason, so that the case is not lost
+                        poll()  # poll() may raise for the same reason, so that the case is not lost
                         worker.kill()
                     if result is not None:
                         yield worker.cases.pop(0), result
@@ -137,9 +137,10 @@ class _Worker:
         self.pipe, child_pipe = context.Pipe()
         self.process = context.Process(target=_work, args=(child_pipe, *arguments), daemon=True)
         if context.get_start_method() != "fork":
-            # start() would start the tracker where none runs, and that unblocks SIGINT.
+            # start() would start the tracker if none runs, which unblocks SIGINT.
             resource_tracker.ensure_running()
-        # Ctrl-C reaches the parent only, also while the process starts, for seconds: it inherits the mask.
+        # Ctrl-C reaches only the parent, also in the seconds while the process starts, which inherits the
+        # mask.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self.process.start()
@@ -179,7 +180,7 @@ def _work(
     pipe: Connection, function: Callable[[list[Any]], Iterable[Any]], setup: Callable[[], object]
 ) -> None:
     """Run batches until the pipe is closed, or a batch ends before its last case."""
-    os.setpgrp()  # own process group: children are killed with it
+    os.setpgrp()  # a separate process group: children are killed with it
     parent = os.getppid()
     setup()
     complete = True

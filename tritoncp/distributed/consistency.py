@@ -45,7 +45,7 @@ REMEDIES = {  # the facts that ranks compare, in this order, and the remedy for 
     "captures": "Captures of a score_mod are replicated: pass the same numbers and tensors on every rank.",
     "mask": "Every rank needs the same global mask: the same code, numbers and tensors; what depends on the "
     "rank, or on random numbers not seeded alike, does not belong into it.",
-    "placement": "A balancer of your own has to assign the same blocks on every rank.",
+    "placement": "A balancer has to assign the same blocks on every rank.",
 }
 
 Text = str | Callable[[], str]

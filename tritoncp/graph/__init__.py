@@ -1,5 +1,6 @@
-"""What torch.compile, make_fx and torch.export see of a call: registered ops and dispatch modes; mods and
-masks in graphs, structure as constants and captures as inputs; ops of `reshard`, `roll`; checkpoint policies.
+"""The parts of a call that torch.compile, make_fx and torch.export see: registered ops and dispatch modes;
+mods and masks in graphs, with structure as constants and captures as inputs; ops of `reshard` and `roll`;
+checkpoint policies.
 
 May import: distributed, planning, masks, mods, core.
 """

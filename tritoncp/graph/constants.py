@@ -1,9 +1,9 @@
 """Constants of graphs: objects that a graph names by text.
 
-The name of an object is the same in every process where that can be: a value itself, the place of a class or
-function (:mod:`tritoncp.mods.places`), the digest of a translated mod. So a saved program finds in another
-process what it was made with, if the modules are loaded, and raises an error where it does not; and caches of
-compiled code on disk are hit. Any other object has a number, which names nothing in other processes.
+If possible, an object has the same name in every process: a value itself, the place of a class or function
+(:mod:`tritoncp.mods.places`), the digest of a translated mod. So a saved program finds its objects in another
+process if the modules are loaded, or raises an error, and caches of compiled code on disk are hit. Any other
+object has a number, which names nothing in other processes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tritoncp.mods.mod import structure_of
 
 # Objects by name, each in a tuple. A running graph marks its objects as recently used.
 _CONSTANTS: BoundedCache[str, tuple[Any]] = BoundedCache(1 << 15)
-_NAMES: BoundedCache[Any, str] = BoundedCache(1 << 15)  # by the constant's key
+_NAMES: BoundedCache[Any, str] = BoundedCache(1 << 15)  # names by the constant's key
 
 
 def register_constant(key: Any, thing: Any, name: str | None = None) -> str:
     """Return the name of a constant object in graphs; equal keys share a name.
 
-    name: that of this object in every process; None: :func:`_name_of`
+    name: name of this object in every process; None: use :func:`_name_of`
 
     >>> for thing in (None, ("a", 2), dict, lambda: 0):
     ...     print(register_constant(thing, thing).partition(" ")[0])  # doctest: +ELLIPSIS
@@ -49,7 +49,7 @@ def register_constant(key: Any, thing: Any, name: str | None = None) -> str:
 
 
 def _are_same(thing: Any, other: Any) -> bool:
-    """Return whether two constants of one name are the same; classes of a reloaded module are not."""
+    """Return whether two constants of one name are the same. Classes of a reloaded module are not."""
     if isinstance(thing, tuple) and isinstance(other, tuple):
         return len(thing) == len(other) and all(map(_are_same, thing, other))
     if isinstance(thing, types.CodeType):  # the name has its digest

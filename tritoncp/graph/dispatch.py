@@ -66,7 +66,7 @@ def call_op(op: Any, *args: Any) -> Any:
         return op(*args)
 
 
-DISPATCH_MODES = (  # functions that return a true value while a mode, functorch, autocast, ... is active
+DISPATCH_MODES = (  # functions whose result is true while a mode, functorch, autocast, ... is active
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
     torch._C._functorch.peek_interpreter_stack,
@@ -132,8 +132,8 @@ _MODES = (torch._C._get_dispatch_mode, _get_dispatch_mode_pre_dispatch)  # torch
 
 
 def is_traced_value(x: Any) -> bool:
-    """Return whether a tensor or size is known when the traced graph runs, not now: as a constant of the
-    graph it would be wrong in later runs."""
+    """Return whether a tensor or size is known only when the traced graph runs, so that it must not become a
+    constant of the graph."""
     if not isinstance(x, Tensor):
         return isinstance(x, torch.SymInt)
     mode = next(filter(None, [mode_of(_Key.PROXY) for mode_of in _MODES]), None)
@@ -152,8 +152,8 @@ def fake_mode_of(q: Tensor) -> AbstractContextManager[Any]:
 
 
 def as_inputs(tensors: Iterable[Any]) -> list[Any]:
-    """Prepare tensors (or None) as inputs of an op: under a fake tensor mode, convert those with values to
-    fake tensors, which are constants of a traced graph."""
+    """Prepare tensors (or None) as inputs of an op: under a fake tensor mode, convert real tensors to fake
+    tensors, which are constants of a traced graph."""
     if torch.compiler.is_dynamo_compiling() or torch._C._get_dispatch_mode(_Key.FAKE) is None:
         return list(tensors)
     return [torch.ops.aten.lift_fresh(x) if type(x) in PLAIN_TYPES else x for x in tensors]
@@ -199,8 +199,8 @@ def refuse_transforms() -> None:
 
 
 def refuse_batched_gradients(*gradients: Tensor | None) -> None:
-    """Raise RuntimeError in a backward pass of several gradients at once, for which autograd has a vmap other
-    than that of torch.func."""
+    """Raise RuntimeError in a backward pass of several gradients at once, for which autograd uses a vmap that
+    torch.func does not know."""
     for gradient in gradients:
         if gradient is not None and is_legacy_batchedtensor(gradient):
             refuse_several_gradients()

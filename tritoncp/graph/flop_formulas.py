@@ -1,6 +1,7 @@
-"""FLOP formulas of the ops for torch's FlopCounterMode: exact, products of visible pairs alone.
+"""FLOP formulas of the ops for torch's FlopCounterMode. They are exact, and count only products of visible
+pairs.
 
-For a full mask they give torch's own counts.
+For a full mask they give torch's counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tritoncp.masks.visible_keys import count_visible_keys
 from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.plan import Plan
 
-MAX_COUNTS = 1024  # of one plan, by rank, batch rows and heads
+MAX_COUNTS = 1024  # max counts of one plan, by rank, batch rows and heads
 
 
 def count_flops(pairs: int, dim: int, v_dim: int, forward: bool) -> int:
@@ -72,8 +73,8 @@ def register_formulas() -> None:
 
 
 def _flops(*args: Any, forward: bool, out_val: Any = None) -> int:
-    """Return the FLOPs of this rank's op, without the function that expands latents. For a fake handle,
-    without a plan, all pairs of its shards count."""
+    """Return the FLOPs of this rank's op, without the function that expands latents. For a fake handle, which
+    has no plan, all pairs of the shards count."""
     q, k, v, *_, handle, spec = args if forward else args[2:]
     # Calls on meta tensors with a mask on meta have such a handle.
     named: Tensor | None = handle.constant if isinstance(handle, FakeTensor) else handle

@@ -1,6 +1,7 @@
 """Ops whose results are handles: masks made in a graph; chunks, batch rows and heads of a plan.
 
-A handle (:mod:`tritoncp.core.handles`) is an input of a graph, which so serves all masks of one structure.
+A handle (:mod:`tritoncp.core.handles`) is an input of a graph, so that the graph serves all masks of one
+structure.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ batch_rows_op = register_op("batch_rows", _batch_rows, fake_handle)
 
 
 def _view(handle: Tensor, first: int, heads: int, causal: int) -> Tensor:
-    """Return the handle of a plan of ``heads`` query heads from ``first`` on (0: all heads), whose mask is
-    that of scaled_dot_product_attention with ``is_causal=causal`` (-1: the plan's own mask)."""
+    """Return the handle of a plan of ``heads`` query heads from ``first`` on (0: all heads), with
+    scaled_dot_product_attention's mask for ``is_causal=causal`` (-1: the plan's mask)."""
     plan = object_of(handle)
     plan = plan.of_sdpa(bool(causal)) if causal >= 0 else plan
     return handle_of(plan.of_heads(first, heads) if heads else plan)
@@ -56,7 +57,7 @@ view_op = register_op("view", _view, fake_handle)
 
 
 def depends_on_inputs(mask_mod: Callable[..., Tensor], sizes: Sequence[Any]) -> bool:
-    """Return whether a mask depends on inputs of the graph that is traced, by its sizes or captures."""
+    """Return whether a mask depends on inputs of the traced graph, by its sizes or captures."""
     tensors: list[Tensor] = []
     ints: list[int] = []
     with suppress(Uncapturable):
@@ -67,8 +68,7 @@ def depends_on_inputs(mask_mod: Callable[..., Tensor], sizes: Sequence[Any]) -> 
 def trace_block_mask(
     mask_mod: Callable[..., Tensor], sizes: Sequence[int | None], device: Any, block: int | tuple[int, int]
 ) -> TracedMask:
-    """Make a mask in a graph that is traced, see :func:`tritoncp.create_block_mask`. sizes: B, H, Q_LEN and
-    KV_LEN
+    """Make a mask in the traced graph, see :func:`tritoncp.create_block_mask`. sizes: B, H, Q_LEN and KV_LEN
 
     Raises Uncapturable for a mask_mod that cannot be part of a graph.
     """

@@ -50,12 +50,12 @@ def is_symbol(thing: Any) -> bool:
     from tritoncp.graph import variables
 
     answer = False
-    comptime(variables.set_is_symbol)  # sets the answer
+    comptime(variables.set_is_symbol)  # sets ``answer``
     return answer
 
 
 def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool = False) -> str:
-    """Flatten an object by its type. is_called: it is the mod, so that only state that its call reads
+    """Flatten an object by its type. is_called: the object is the mod, so that only state that its call reads
     counts."""
     if isinstance(thing, Tensor):
         refuse_captured_dtensor(thing)
@@ -152,12 +152,12 @@ def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[Any, ...]]:
 
     layout: Layout = ()
     parts: tuple[Any, ...] = ()
-    comptime(variables.set_layout)  # sets these two
+    comptime(variables.set_layout)  # sets these two variables
     return layout, parts
 
 
 def _guard_identity(thing: Any) -> None:
-    """Add a guard, so that the graph is reused only for this very object."""
+    """Add a guard, so that the graph is reused only for the same object."""
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
@@ -182,8 +182,8 @@ def _quoted(name: str) -> str:
 
 
 def rebuild(structure: str, tensors: Iterable[Tensor], ints: Iterable[int]) -> Any:
-    """Rebuild an object from its structure (:func:`flatten_callable`) and the captures of this call. If these
-    are iterators, only this object's captures are consumed.
+    """Rebuild an object from its structure (:func:`flatten_callable`) and the captures of this call. If the
+    captures are iterators, only this object's are consumed.
 
     >>> tensors, ints = [], []
     >>> text = flatten_callable(lambda b, h, q_idx, kv_idx, w=3: q_idx - kv_idx < w, tensors, ints)
@@ -214,7 +214,8 @@ def _make_mod(structure: Mod, parts: list[Any]) -> Mod:
 
 
 def _call(kind: Any, parts: list[Any]) -> Any:
-    """Make a closed form, named tuple or method. Raises TypeError for what a saved program may not call."""
+    """Make a closed form, named tuple or method. Raises TypeError for an object that a saved program may not
+    call."""
     is_class = isinstance(kind, type) and issubclass(kind, MaskMod | tuple | types.MethodType)
     if not is_class and kind is not document_of:
         raise TypeError(f"a graph names {kind!r} as the class of a mask; it was not made by tritoncp")

@@ -2,8 +2,8 @@
 
 A layout is made once per graph, from the real objects and the reads in the function's bytecode
 (:mod:`tritoncp.mods.bytecode`). Dynamo traces :mod:`.inputs`, which follows the layout, so that tensors
-become inputs of the graph and plain values are guarded. Code and classes stand in a layout by their names
-(:mod:`.constants`). Globals are not in a layout: a rebuilt function reads them when it runs.
+become inputs of the graph and plain values are guarded. A layout has names of code and classes
+(:mod:`.constants`). It has no globals: a rebuilt function reads them when it runs.
 
 Forms of a layout:
 
@@ -43,7 +43,7 @@ from tritoncp.planning.plan import Plan
 Layout = tuple[Any, ...]
 
 MADE_INSIDE = "made inside torch.compile; make it outside the compiled function and pass it in"
-MAX_PARTS = 512  # objects and attributes in one layout
+MAX_PARTS = 512  # max objects and attributes in one layout
 
 VALUE: Layout = ("value",)
 
@@ -106,12 +106,13 @@ def _layout(thing: Any, is_called: bool = True) -> tuple[Layout, _Reads]:
 
 
 def is_fixed(thing: Any) -> bool:
-    """Return whether an object is a constant of a graph: it has no state, or only state read at run time."""
-    if isinstance(thing, types.MethodType):  # for example apply of an autograd Function
+    """Return whether an object is a constant of a graph: it has no state, or only state that is read at run
+    time."""
+    if isinstance(thing, types.MethodType):  # for example the apply method of an autograd Function
         return is_fixed(thing.__self__) and is_fixed(thing.__func__)
     if isinstance(thing, types.FunctionType):
         is_torch = str(thing.__globals__.get("__name__")).split(".")[0] == "torch"
-        return is_torch and set(thing.__code__.co_freevars) <= {"__class__"}  # no captures
+        return is_torch and set(thing.__code__.co_freevars) <= {"__class__"}  # it captures nothing
     kinds = bool | int | float | complex | str | bytes | type(None) | type(Ellipsis) | range | slice
     if isinstance(thing, kinds | torch.dtype | torch.device | torch.layout | type | types.ModuleType):
         return True
@@ -132,7 +133,7 @@ _FLAT = (Tensor, tuple, list, *_FUNCTIONS, Plan, Mask, TracedMask, Mod, MaskMod,
 class _Node:
     """An object that a function reads.
 
-    parts: the parts of it that are read, by (kind, name). whole: whether it is read as a whole
+    parts: its parts that are read, by (kind, name). whole: whether it is read as a whole
     """
 
     def __init__(self, thing: Any) -> None:
@@ -144,7 +145,7 @@ class _Node:
 
 
 class _Reads:
-    """Collector of the state that a function reads, also in the methods and properties that it calls."""
+    """Collects the state that a function reads, also in the methods and properties that it calls."""
 
     def __init__(self) -> None:
         self.captured: set[int] = set()  # ids of tensors that become inputs of the graph
@@ -170,7 +171,7 @@ class _Reads:
     def _follow_function(
         self, fn: types.FunctionType, owner: _Node | None, cells: dict[str, _Node | None]
     ) -> None:
-        """Collect the reads of a function. cells: objects in its closure, none for a method of an object"""
+        """Collect the reads of a function. cells: objects in its closure; empty for a method of an object"""
         name = id(fn), 0 if owner is None else id(owner)
         if name in self._functions:
             return

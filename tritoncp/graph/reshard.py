@@ -34,12 +34,12 @@ class Reshard(NamedTuple):
 
     source, target: handles of a Plan or of a Placement; None: natural order
     side:      side of the plans, "q" or "kv"
-    dim:       dimension of the sequence; batch_dim: of the batch, None if the tensor has none
+    dim:       dimension of the sequence; batch_dim: dimension of the batch, None if the tensor has none
     rows:      rows of the result along ``dim``
     pad:       value of the result's padding rows
     world:     name of the process group; "": one process
     whole:     "source" or "target": the one that is the global tensor on every rank; "": both are shards
-    grad:      gradient of the global tensor: "sum" over ranks, or "slice": all ranks have the same one
+    grad:      gradient of the global tensor: "sum" (over ranks), or "slice" (all ranks have the same)
     """
 
     source: Tensor | None
@@ -64,7 +64,7 @@ class Reshard(NamedTuple):
         return self._replace(source=self.target, target=self.source, rows=rows, pad=0, whole=whole)
 
     def shards_of(self, x: Tensor, world_size: int) -> Placement:
-        """Return the placement of the shards where the other end is the global tensor. x: the input"""
+        """Return the placement of the shards, if the other end is the global tensor. x: the input"""
         handle = self.source if self.whole == "target" else self.target
         if handle is None:
             return in_order(self.rows if self.whole == "target" else x.shape[self.dim], world_size)
@@ -112,8 +112,8 @@ _MOVES = TensorCache(64)
 
 @torch.inference_mode(False)
 def _moves_of(source: Placement, target: Placement, rank: int, device: torch.device) -> Moves:
-    """Return, cached, the row indices that a rank sends, keeps and receives between two placements."""
-    slots = source.slots[0], target.slots[0]  # tensors of one placement each, never edited: the cache's key
+    """Return the row indices that a rank sends, keeps and receives between two placements, from a cache."""
+    slots = source.slots[0], target.slots[0]  # a tensor of each placement, never edited: the cache's key
     key = *map(id, slots), source.lengths, target.lengths, rank, device
     copy: DeviceCopy[Moves] | None = _MOVES.find(key, slots)
     if copy is None:
@@ -145,7 +145,7 @@ def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Requests[T
 
 def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> collectives.Requests[Tensor]:
     """All-gather the shards into the global tensor (``call.whole == "target"``); else cut this rank's shard
-    from a global tensor: from the sum over ranks (a reduce-scatter), or from its own."""
+    from the sum of the ranks' global tensors (a reduce-scatter), or from this rank's global tensor."""
     place, dim, batch_dim = call.shards_of(x, world_size), call.dim, call.batch_dim
     check_batch(x, call, place.batch)
     if call.whole == "target":

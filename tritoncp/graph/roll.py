@@ -28,8 +28,8 @@ class Roll(NamedTuple):
     """The arguments of the op besides its tensor.
 
     shift:     handle of a Shift
-    dim:       dimension of the sequence; batch_dim: of the batch, None if the tensor has none
-    pad:       value of the rows that get none
+    dim:       dimension of the sequence; batch_dim: dimension of the batch, None if the tensor has none
+    pad:       value of rows without a source
     world:     name of the process group; "": one process
     is_back:   whether rows return to where they came from, and are summed there: the backward pass
     """
@@ -72,7 +72,7 @@ _MOVES = TensorCache(64)
 
 @torch.inference_mode(False)
 def _moves_of(shift: Shift, rank: int, device: torch.device) -> ShiftMoves:
-    """Return, cached, the row indices of a rank on a device."""
+    """Return the row indices of a rank on a device, from a cache."""
     key = id(shift.source), rank, device
     copy: DeviceCopy[ShiftMoves] | None = _MOVES.find(key, [shift.source])
     if copy is None:
@@ -103,7 +103,7 @@ def shift_rows(x: Tensor, call: Roll, rank: int) -> collectives.Requests[Tensor]
 
 def return_rows(x: Tensor, call: Roll, rank: int) -> collectives.Requests[Tensor]:
     """Send the rows of one rank's gradient back to the rows that they came from, and sum them there, in
-    float32 where a row has several."""
+    float32 if a row gets several."""
     shift: Shift = object_of(call.shift)
     moves, several = _moves_of(shift, rank, x.device), not shift.is_injective
     dtype = torch.promote_types(x.dtype, torch.float32) if several else x.dtype

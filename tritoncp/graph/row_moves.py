@@ -1,4 +1,4 @@
-"""What the ops that move rows between ranks, `reshard` and `roll`, have in common: body, autograd function,
+"""Common parts of the ops that move rows between ranks, `reshard` and `roll`: body, autograd function,
 comparison of ranks."""
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ messages_log = area_logger("messages")
 
 
 class RowMove(Protocol):
-    """The arguments of an op that moves rows, besides its tensor: a tuple of what its schema lists.
+    """The arguments of an op that moves rows, besides its tensor: a tuple in the order of its schema.
 
-    dim:        dimension of the sequence; batch_dim: of the batch, None if the tensor has none
+    dim:        dimension of the sequence; batch_dim: dimension of the batch, None if the tensor has none
     world:      name of the process group; "": one process
-    name:       of the public function
+    name:       name of the public function
     op:         the registered op
     only_local: whether no other rank takes part
     """
@@ -50,15 +50,15 @@ class RowMove(Protocol):
         """Return the arguments of the backward pass. rows: length of the input along ``dim``"""
 
     def placement_fact(self, x: Tensor, world_size: int) -> tuple[consistency.Text, bytes]:
-        """Return what decides where rows go, equal on all ranks. x: a rank's shard"""
+        """Return the fact that decides where rows go, equal on all ranks. x: a rank's shard"""
 
     def schedule(self, x: Tensor, rank: int, world_size: int) -> collectives.Requests[Tensor]:
         """Return the schedule that moves the rows of one rank's tensor."""
 
 
 class MoveRows(torch.autograd.Function):
-    """Autograd function of one rank's op, or of all ranks of a simulated world. xs: their shards. The
-    backward pass moves the rows back."""
+    """Autograd function of one rank's op, or of all ranks of a simulated world. xs: shards of these ranks.
+    The backward pass moves the rows back."""
 
     @staticmethod
     def forward(ctx: Any, call: RowMove, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ class MoveRows(torch.autograd.Function):
 
 
 def move_rows(call: RowMove, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Run an op on one rank's shard, or on those of all ranks of a simulated world."""
+    """Run an op on one rank's shard, or on the shards of all ranks of a simulated world."""
     if len(xs) > 1:
         return list(MoveRows.apply(call, *xs))
     with fake_mode_of(xs[0]):
@@ -83,7 +83,7 @@ def move_rows(call: RowMove, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def register_move(name: str, kind: Callable[..., RowMove], fake: Callable[..., Tensor], schema: str) -> Any:
-    """Register the op of a kind of call that moves rows. schema: of its arguments after the tensor"""
+    """Register the op of a kind of call that moves rows. schema: schema of its arguments after the tensor"""
 
     def body(x: Tensor, *arguments: Any) -> Tensor:
         return _run(kind(*arguments), x)
@@ -109,7 +109,7 @@ def _run(call: RowMove, x: Tensor) -> Tensor:
         return collectives.run(schedule, group, call.name)
 
 
-# Compared placements, and shapes of tensors, by group; equal on its ranks, which make the same calls.
+# Compared placements and shapes of tensors, by group. They are equal on its ranks, which make the same calls.
 _COMPARED = OwnedState(lambda: BoundedCache[Any, bool](1024))
 
 
@@ -117,7 +117,7 @@ def compare_move(call: RowMove, group: Any, x: Tensor) -> None:
     """Compare a call that moves rows across ranks, if its placements or its tensor's shape and dtype are new
     to the group, or if TRITONCP_CHECK=1.
 
-    Raises Disagreement on every rank where the ranks differ. Under CUDA-graph capture nothing is compared.
+    Raises Disagreement on every rank if the ranks differ. Under CUDA-graph capture nothing is compared.
     """
     if not consistency.can_compare(group):
         return
@@ -148,7 +148,7 @@ def copy_to_device(moves: Any, names: Sequence[str], device: torch.device) -> De
 
 
 def rows_first(x: Tensor, call: RowMove, batch: int) -> Tensor:
-    """View a tensor as [rows, ...], or as [batch, rows, ...] where batch rows are placed differently."""
+    """View a tensor as [rows, ...], or as [batch, rows, ...] if batch rows are placed differently."""
     if batch == 1:
         return x.movedim(call.dim, 0)
     check_batch(x, call, batch)
@@ -166,12 +166,13 @@ def check_batch(x: Tensor, call: RowMove, batch: int) -> None:
 
 def as_bytes(rows: Tensor) -> Tensor:
     """View rows [n, ...] as bytes [n, bytes of a row], which every backend sends."""
-    # By one dimension: one of size 1 may have any stride in a contiguous tensor, and a view as bytes may not.
+    # By one dimension: a dimension of size 1 may have any stride in a contiguous tensor, but not in a view as
+    # bytes.
     return rows.view(-1).view(torch.uint8).view(len(rows), rows.shape[1:].numel() * rows.element_size())
 
 
 def from_bytes(sent: Tensor, rows: Tensor) -> Tensor:
-    """Invert :func:`as_bytes`, for rows like these."""
+    """Invert :func:`as_bytes`, for rows with the dtype and shape of ``like``."""
     return sent.view(rows.dtype).view(len(sent), *rows.shape[1:])
 
 

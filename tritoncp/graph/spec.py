@@ -19,7 +19,9 @@ class CallConstants(NamedTuple):
     graph_expand: structure of ((fn, *arguments), autocast) of an expansion, or None
     sizes:       (Hkv, D, E) of expanded keys and values; None without ``expand``
     graph_scale: structure of a scale that differs between runs of the graph, or None
-    graph_options: (name, structure) of the kernel options that differ; ``options`` has the others
+    graph_options: (name, structure) of the kernel options that differ between runs; ``options`` has the
+        others
+    selected:    (block_size, query_block) of the selected keys, whose indices are the last capture, or None
     """
 
     graph_score: str | None
@@ -31,10 +33,11 @@ class CallConstants(NamedTuple):
     sizes: Sequence[int] | None = None
     graph_scale: str | None = None
     graph_options: tuple[tuple[str, str], ...] = ()
+    selected: Sequence[int] | None = None
 
     @property
     def has_inputs(self) -> bool:
-        """Whether inputs of the graph are parts of the call, besides tensors and the plan."""
+        """Whether the graph has other inputs for the call than tensors and the plan."""
         return bool(self.graph_score or self.graph_expand or self.graph_scale or self.graph_options)
 
     @property

@@ -73,8 +73,8 @@ def _register_inner(variable: Any, parts: list[Any]) -> str:
 
 
 def guard_identity(context: Any) -> None:
-    """Add an identity guard on the local variable ``thing`` of a frame that Dynamo traces, if it is from
-    outside of the graph; Dynamo's own guards compare functions by their code only. Numbers and strings need
+    """Add an identity guard on the local variable ``thing`` of a frame that Dynamo traces, if it comes from
+    outside of the graph, since Dynamo's guards compare functions only by their code. Numbers and strings need
     none."""
     variable = _variable_of(context)
     if variable.source is not None and not isinstance(variable, ConstantVariable | SymNodeVariable):
@@ -98,7 +98,7 @@ def _object_of(variable: Any) -> Any:
 
 
 def _kind_of(variable: Any) -> str:
-    """Return the name of the type of a Dynamo variable's object; of the variable, if that is unknown."""
+    """Return the name of the type of a Dynamo variable's object, or of the variable if that is unknown."""
     try:
         return str(variable.python_type().__name__)
     except Exception:

@@ -81,7 +81,17 @@ class BlockMaskInterface:
 
         Its tensors stay on the CPU; a call copies the tensors it needs to the device of the query, once.
         Tensors that a mask_mod captures stay where they are, as with torch's ``BlockMask.to``. It has no
-        dtype. Arguments are those of ``torch.nn.Module.to``; raises TypeError or RuntimeError for others.
+        dtype.
+
+        Args:
+            args: arguments of ``torch.nn.Module.to``.
+            kwargs: keyword arguments of ``torch.nn.Module.to``.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            TypeError, RuntimeError: for other arguments.
         """
         torch._C._nn._parse_to(*args, **kwargs)
         return self
@@ -111,8 +121,8 @@ def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int
     keys = parts[3]
     if len(parts) > 4 or not isinstance(keys, slice) or keys not in (slice(None), slice(0, None)):
         raise IndexError(
-            f"a mask has dimensions [{', '.join(DIMENSIONS)}], of which the first three can be selected; "
-            "make the mask of fewer keys with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+            f"a mask has dimensions [{', '.join(DIMENSIONS)}], whose first three can be selected; make the "
+            "mask of fewer keys with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
         )
     return tuple(_numbers(*argument) for argument in zip(parts, sizes, DIMENSIONS, strict=False))
 

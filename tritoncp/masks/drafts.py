@@ -1,4 +1,4 @@
-"""Masks of block diffusion and of draft models: a row sees a part of the text, and its own block.
+"""Masks of block diffusion and of draft models: a row sees a part of the text, and its block.
 
 Block sizes and anchors are tensors, so that other values compile nothing new.
 """

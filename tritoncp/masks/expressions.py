@@ -1,6 +1,6 @@
 """Parser of masks and score_mods written as text: mask expressions, lengths of documents, sizes in tokens.
 
-An expression is parsed with Python's own parser, and its mask built from the syntax tree; it is never run.
+An expression is parsed with Python's parser, and its mask built from the syntax tree; it is never run.
 """
 
 from __future__ import annotations

@@ -233,10 +233,16 @@ class Mask(BlockMaskInterface):
 
     @on_host
     def to_dense(self, B: int | None = None, H: int | None = None) -> Tensor:
-        """Return the visible pairs, bool [B, H, q_len, kv_len]. For tests and small masks. (torch's
-        ``BlockMask.to_dense`` shows listed blocks: ``mask.to_block_mask().to_dense()``.)
+        """Return the visible pairs. For tests and small masks.
 
-        B, H: batch rows and heads of the result if the mask has 1.
+        torch's ``BlockMask.to_dense`` shows listed blocks, which is ``mask.to_block_mask().to_dense()``.
+
+        Args:
+            B: batch rows of the result, if the mask has 1.
+            H: heads of the result, if the mask has 1.
+
+        Returns:
+            bool [B, H, q_len, kv_len].
         """
         self.check_state()
         runs = self.runs.expand(self.B if B is None else B, self.H if H is None else H)
@@ -343,7 +349,11 @@ class Mask(BlockMaskInterface):
     def draw(self, width: int = 64) -> str:
         """Draw the first batch row and head as text: █ full, ▒ partly listed, · empty.
 
-        width: max characters per line, and max lines; a character can stand for several blocks.
+        Args:
+            width: max characters per line, and max lines; a character can stand for several blocks.
+
+        Returns:
+            The lines as one text.
         """
         _, _, rows, cols = self.runs.shape
         scale = max(1, -(-max(rows, cols) // width))
@@ -469,8 +479,8 @@ def create_block_mask(
 
     Raises:
         ValueError: for lengths or sizes out of range, and for a closed form of another number of batch rows.
-        TypeError: for a mask_mod that is not a function, and for sizes that are not ints.
-        RuntimeError: for a mask_mod that reads state of a kind that cannot be checked for changes.
+        TypeError: for a mask_mod that is not a function or captures a DTensor, and for sizes that are not
+            ints.
     """
     _check_function(mask_mod)
     captured_state(mask_mod)  # refuses state that no mask can have

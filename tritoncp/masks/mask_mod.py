@@ -322,7 +322,7 @@ def name_of(part: MaskFn) -> str:
 
 
 def _intersect_bounds(bounds: tuple[int, ...]) -> int:
-    """Return the smallest of several window bounds, of which -1 is unbounded."""
+    """Return the min of several window bounds, where -1 is unbounded."""
     return min((bound for bound in bounds if bound != UNBOUNDED), default=UNBOUNDED)
 
 

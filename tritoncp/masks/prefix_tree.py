@@ -80,7 +80,7 @@ class Tree(MaskMod):
         if tokens < max(q_len, kv_len):
             raise ValueError(
                 f"the segments of the tree have {tokens} tokens, the mask needs {max(q_len, kv_len)} "
-                f"(q_len={q_len}, kv_len={kv_len}): append the padding as a root of its own"
+                f"(q_len={q_len}, kv_len={kv_len}): append the padding as a separate root"
             )
         return x.detach().cpu().view(self.batch, 1, tokens)
 

@@ -59,7 +59,7 @@ class Documents(NamedTuple):
         if length is not None and int(padded[-1]) != length:
             raise ValueError(
                 f"{name} accounts for {int(padded[-1])} rows, the buffer has {length} on all ranks together; "
-                "cu_seqlens are those of the whole buffer, not of a shard, and rows that hold no token are "
+                "cu_seqlens describe the whole buffer, not a shard, and rows that hold no token are "
                 f"padding of the document before them: pass {name}_padded, which ends at {length}"
             )
         return cls(padded[:-1], tokens, rows)

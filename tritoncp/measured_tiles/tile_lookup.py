@@ -1,6 +1,6 @@
 """Look-up of measured tile shapes for a call, in the table of its device.
 
-Every rank reads the files of its own host: tile shapes change no messages, and results only by rounding.
+Every rank reads the files of its host: tile shapes change no messages, and results only by rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tritoncp.measured_tiles import tile_tables
 from tritoncp.measured_tiles.tile_tables import Device, Table
 
 tiles_log = area_logger("tiles")
-FEW_ROWS_KIND = "full"  # the only kind of mask measured for few query rows: nearly all their tiles are full
+FEW_ROWS_KIND = "full"  # the only kind measured for few query rows: nearly all their tiles are full
 
 
 class TileKey(NamedTuple):
@@ -67,9 +67,9 @@ def local_table(device: torch.device) -> Table:
 def choose_tiles(table: Table, dtype: str, dims: tuple[int, int], mask: str, score: int) -> tuple[Any, ...]:
     """Choose measured tiles for one call from a table: (kernel, items of its config) of each kernel.
 
-    Where no entry equals the call in everything, an entry with the same use of a score_mod is preferred (if
-    that loads a value for each score, it is required), then one of the same head dims to one of larger dims,
-    then one of the same kind of mask to one of the nearest kind. A route needs an entry that equals the call.
+    If no entry equals the call, entries are preferred by the same use of a score_mod (required if it loads a
+    value for each score), then by the same head dims over larger ones, then by the same kind of mask over the
+    nearest kind. A route needs an entry that equals the call.
     """
     nearest = tile_tables.NEAREST_KIND.get(mask, "")
     masks = list(dict.fromkeys([mask, nearest, tile_tables.NEAREST_KIND.get(nearest)]))

@@ -37,13 +37,13 @@ from tritoncp.kernels.tile_rules import architecture
 tiles_log = area_logger("tiles")
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(tile_rules.__file__).with_name("configs")
-LOCK_SECONDS = 60.0  # timeout of a writer for the lock, which each writer holds for milliseconds
+LOCK_SECONDS = 60.0  # seconds that a writer waits for the lock, which writers hold for milliseconds
 # Kind of mask whose tiles are used if a kind was not measured: both have long rows of full blocks.
 NEAREST_KIND = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}
-MIN_SPEEDUP = 1.02  # tiles are stored if at least this much faster than the built-in default
+MIN_SPEEDUP = 1.02  # tiles are stored if they are faster than the built-in default by this factor
 
 # An entry's keys: kernel, dtype, head_dim, mask, config; v_head_dim if it differs; score, the name of a
-# score_mod, and loads = 2 if that loads a value for each score.
+# score_mod, and loads = 2 if the score_mod loads a value for each score.
 Entries = list[dict[str, Any]]
 Table = dict[tuple[Any, ...], dict[str, Any]]  # the config of each key, see entry_key()
 
@@ -116,7 +116,7 @@ def sources(device: Device) -> Iterator[Path]:
 
 
 def read(path: Path) -> Entries:
-    """Read the entries of a file. Raises ValueError for a file that is not of ``tritoncp autotune``."""
+    """Read the entries of a file. Raises ValueError for a file that ``tritoncp autotune`` did not write."""
     try:
         entries = parse_json(path.read_bytes())["entries"]
         for entry in entries:
@@ -179,7 +179,7 @@ def check_entry(entry: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=16)
 def table(device: Device, config_dir: str | None) -> Table:
-    """Return all configs for a device; of entries with equal keys the first counts. config_dir: the present
+    """Return all configs for a device; the first of entries with equal keys counts. config_dir: the current
     TRITONCP_CONFIG_DIR. Plans use the tiles that they looked up until :func:`forget`."""
     configs_by_key: Table = {}
     paths = list(sources(device))
@@ -210,7 +210,7 @@ def write(
     facts: Mapping[str, Any],
     triton: str | None = None,
 ) -> Path:
-    """Write entries into the device's file, replacing those with the same key. The file is replaced
+    """Write entries into the device's file; they replace entries with the same key. The file is replaced
     atomically, under a lock, so that no entry of another writer is lost.
 
     facts: further fields of the file's header; triton: version with which the entries were measured, default:
@@ -237,8 +237,8 @@ def write(
 def locked(path: Path, seconds: float) -> Iterator[None]:
     """Hold the lock of a file of tile shapes (``<file>.lock`` beside it), to read and replace the file.
 
-    Raises TimeoutError where another process holds it for more than ``seconds``, OSError where the folder is
-    not writable or its filesystem has no locks.
+    Raises TimeoutError if another process holds it for more than ``seconds``, OSError if the folder is not
+    writable or its filesystem has no locks.
     """
     from filelock import FileLock, Timeout
 

@@ -23,7 +23,7 @@ from tritoncp.planning.problem import MEASURED_KINDS, Problem
 
 COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
 MEASURED = {kind: mask for mask, kind in MEASURED_KINDS.items()}
-# Shortest and longest sequence that is measured; the length of a call is clamped to this range.
+# Min and max sequence length that is measured; the length of a call is clamped to this range.
 LENGTHS = (1024, 16384)
 _ATTEMPTS: set[TileKey] = set()  # calls that were tuned, or whose tuning failed
 
@@ -38,7 +38,7 @@ def tune_if_requested(device: torch.device, group: Any, call: TileKey, shape: tu
     if call.mask == "mod":  # ranks without masked blocks have kind "interval"
         call = call._replace(mask="interval")
     if call.score == 2 or _is_tuned(device, call):
-        return  # the score_mod that stands for others when tuning loads no value for each score
+        return  # the score_mod that tuning uses for all others does not load a value for each score
     allowed = 0.0 if CONFIG_DIR.read() == "-" else float(AUTOTUNE.read())
     if group is not None:  # tuning may take twice the allowed time
         allowed = min(allowed, failures.timeout(group).total_seconds() / 4)
@@ -50,7 +50,7 @@ def tune_if_requested(device: torch.device, group: Any, call: TileKey, shape: tu
     except Exception as error:  # the call continues with the default tiles
         outcome = "could not be tuned, so that built-in defaults are used"
         warnings.warn(f"tile shapes for this kind of call {outcome}: {error}", stacklevel=2)
-    finally:  # also where warnings are errors
+    finally:  # also if warnings are errors
         tile_lookup.WARNED_DEVICES.add(tile_tables.device_of(device))
         tile_tables.forget()
 

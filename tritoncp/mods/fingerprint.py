@@ -2,7 +2,7 @@
 
 Two functions with equal fingerprints trace to the same graph. :mod:`.bytecode` lists the chains of attributes
 and subscripts that a function reads. Each chain is evaluated, and its value enters the key: a number, a text,
-a tensor, a container of these, or a function, whose own reads enter the key too.
+a tensor, a container of these, or a function, whose reads enter the key too.
 
 A function that reads other state is *incomparable* and has no key: an object that is passed or called as a
 whole, since any of its attributes may be read, or state without a value to compare (a file, the clock, an
@@ -179,7 +179,7 @@ class Fingerprint(ModState):
                 raise Incomparable(f"{path}() edits a container, or reads attributes by a format string")
             return "method", obj.__name__, self._value(path, owner)
         if not is_of_library(obj, kind):
-            raise Incomparable(f"{path} is {_describe(obj)}, of which any state may be read")
+            raise Incomparable(f"{path} is {_describe(obj)}, any state of which may be read")
         return obj
 
     # -- functions ---------------------------------------------------------------------------------------

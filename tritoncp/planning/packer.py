@@ -62,28 +62,41 @@ def pack_batches(
 ) -> list[MicroBatch]:
     """Form micro-batches of sequences, so that the work of replicas is even and no rank has too many tokens.
 
-    A micro-batch is packed into one row, ``document(lengths=...)``, and its plan gives all ranks even work. A
-    pure function of numbers: equal on every rank for equal arguments, 100,000 lengths in half a second.
-
-    lengths: tokens of each sequence, integers [n]. tokens_per_rank: the most tokens that a rank may hold of a
-    micro-batch; they are in whole blocks, so its multiple of ``BLOCK_SIZE`` below counts. ranks: number of
-    ranks that share a micro-batch. data_parallel: number of replicas, each with a micro-batch in every step.
-    window: (left, right), as of :func:`varlen_mask` with ``causal=True``; None: each token sees all before it
-    in its sequence. tree: segment that each entry of ``lengths`` continues, -1 where it is a root, as
-    ``parent`` of :func:`tree`: all segments of a root are in one micro-batch.
-    token_cost: work of a token outside of attention, in pairs of a query and a key that it sees; 0 evens
-    attention alone. For a dense decoder with hidden size h, about 6 h.
-
-    There are as many steps as the tokens need, seldom more. Micro-batches are sorted by step, then by
-    replica; steps by their first sequence, so that their order is as random as that of ``lengths``.
-
-    Raises ValueError for a sequence or tree that the ranks cannot hold, and for numbers out of range;
-    TypeError for arguments that are not numbers.
-
     >>> for batch in pack_batches([500, 100, 300, 200, 900], 512, ranks=2, data_parallel=2):
-    ...     print(*batch)
+    ...     print(*batch)           # step, replica, sequences, tokens, pairs
     0 0 [1, 4] 1000 410500
     0 1 [0, 2, 3] 1000 190500
+    >>> trees = pack_batches([2, 1, 2, 4], 4, ranks=1, BLOCK_SIZE=4, tree=[-1, 0, -1, -1])
+    >>> [batch.sequences for batch in trees]
+    [[0, 1], [2], [3]]
+
+    A micro-batch is packed into one row, ``document(lengths=...)``, and its plan gives all ranks even work.
+    The result depends on numbers only: it is equal on every rank for equal arguments. 100,000 lengths take
+    half a second.
+
+    There are as many steps as the tokens need, seldom more. Micro-batches are sorted by step, then by
+    replica; steps by their first sequence, so that their order is as random as the order of ``lengths``.
+
+    Args:
+        lengths: number of tokens of each sequence, integers [n].
+        tokens_per_rank: max number of tokens of a micro-batch that a rank may have. Ranks have whole blocks,
+            so it is rounded down to a multiple of ``BLOCK_SIZE``.
+        ranks: number of ranks that share a micro-batch.
+        data_parallel: number of replicas, each with a micro-batch in every step.
+        window: (left, right), as in :func:`varlen_mask` with ``causal=True``; None: each token sees all
+            tokens before it in its sequence.
+        tree: segment that each entry of ``lengths`` continues, -1 where it is a root, as ``parent`` of
+            :func:`tree`: all segments of a root are in one micro-batch.
+        token_cost: work of a token outside of attention, in pairs of a query and a key that it sees; 0 evens
+            attention alone. For a dense decoder with hidden size h it is about 6 h.
+        BLOCK_SIZE: tokens of a block of the mask.
+
+    Returns:
+        A list of micro-batches: (step, replica, sequences, tokens, pairs).
+
+    Raises:
+        ValueError: for a sequence or tree that the ranks cannot hold, and for numbers out of range.
+        TypeError: for arguments that are not numbers.
     """
     shape = _Shape.checked(tokens_per_rank, ranks, data_parallel, window, token_cost, BLOCK_SIZE)
     sizes = _as_lengths("pack_batches: lengths", lengths)
@@ -107,18 +120,32 @@ def pack_stream(
     BLOCK_SIZE: int = 128,
     look_ahead: int = 8,
 ) -> Iterator[list[MicroBatch]]:
-    """Form micro-batches of a stream of sequences, as :func:`pack_batches`; yield those of one step after the
+    """Form micro-batches of a stream of sequences, like :func:`pack_batches`, and yield one step after the
     other.
-
-    lengths: tokens of each sequence, in the stream's order, which may never end. look_ahead: number of steps
-    that are packed together. Sequences are read until they fill so many steps; each is in one of these steps,
-    so that none is late by more. The last steps of a stream that ends may have fewer tokens.
-
-    ``islice(pack_stream(...), done, None)`` resumes after ``done`` steps.
 
     >>> steps = pack_stream(iter([600, 300, 100, 900, 500, 400]), 512, ranks=2, look_ahead=2)
     >>> [batch.sequences for step in steps for batch in step]
     [[0, 1, 2], [3], [4, 5]]
+
+    Sequences are read until they fill ``look_ahead`` steps; each sequence is in one of these steps, so that
+    none is delayed by more. The last steps of a stream that ends may have fewer tokens.
+    ``islice(pack_stream(...), done, None)`` resumes after ``done`` steps.
+
+    Args:
+        lengths: number of tokens of each sequence, in the stream's order, which may never end.
+        tokens_per_rank: see :func:`pack_batches`.
+        ranks: number of ranks that share a micro-batch.
+        data_parallel: number of replicas, each with a micro-batch in every step.
+        window: see :func:`pack_batches`.
+        token_cost: see :func:`pack_batches`.
+        BLOCK_SIZE: tokens of a block of the mask.
+        look_ahead: number of steps that are packed together.
+
+    Returns:
+        An iterator of steps, each a list of micro-batches.
+
+    Raises:
+        ValueError: as :func:`pack_batches`, when the sequence is read.
     """
     shape = _Shape.checked(tokens_per_rank, ranks, data_parallel, window, token_cost, BLOCK_SIZE)
     together = _check_positive("look_ahead", look_ahead)

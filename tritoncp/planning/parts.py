@@ -13,7 +13,7 @@ from tritoncp.planning.step_tables import slot_runs
 
 
 def chunk_size(rows: int, count: int, name: str) -> int:
-    """Return the number of rows of a chunk, of which the last of ``count`` chunks has the rest. Raises
+    """Return the number of rows of a chunk; the last of ``count`` chunks has the rest. Raises
     ValueError if the last one would be empty.
 
     >>> chunk_size(62, 4, "62 rows")  # 16, 16, 16 and 14

@@ -54,7 +54,7 @@ class Plan(BlockMaskInterface):
     heads:    number of query heads of the layer, if a call has only part of them; else 0
     mask_digest: digest of the mask's code and values, if ranks may have to compare it
     first_row: index in the batch of this plan's batch row 0, see :meth:`batch_rows`
-    whole:    identity of the plan of which this is a part, if ranks compare it
+    whole:    identity of the whole plan if this is a part of it, for ranks to compare
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     derived:  tables that follow from the mask and the placements
     """
@@ -112,7 +112,22 @@ class Plan(BlockMaskInterface):
         return self.positions >= 0
 
     def for_rank(self, rank: int) -> Plan:
-        """Return the plan of another rank."""
+        """Return the plan of another rank.
+
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512), world_size=2, rank=0)
+        >>> plan.rank, plan.for_rank(1).rank
+        (0, 1)
+
+        Args:
+            rank: a rank of the plan's world.
+
+        Returns:
+            A Plan with the same placement and schedule.
+
+        Raises:
+            ValueError: for a rank outside of the world.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
         if rank == self.rank:
@@ -232,17 +247,27 @@ class Plan(BlockMaskInterface):
         return self.batch_rows(rows[0], len(rows))
 
     def part(self, index: int, count: int, *, keys: int | None = None) -> Plan:
-        """Return the plan for one of ``count`` chunks of the rows of every rank's shard: queries of other
-        chunks are left out. Chunks have ``ceil(rows / count)`` rows, the last one the rest. For chunks of the
-        batch, see :meth:`batch_rows`.
-
-        keys: use the keys and values of the first ``keys`` chunks only; None: of all chunks
+        """Return the plan for one of ``count`` chunks of the rows of every rank's shard.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512))
         >>> part = plan.part(1, 4, keys=2)
         >>> part.positions[0, :2].tolist(), part.q.lengths, part.kv.lengths
         ([128, 129], (128,), (256,))
+
+        Queries of other chunks are left out. Chunks have ``ceil(rows / count)`` rows, the last one the rest.
+        For chunks of the batch, see :meth:`batch_rows`.
+
+        Args:
+            index: number of the chunk.
+            count: number of chunks.
+            keys: use the keys and values of the first ``keys`` chunks only; None: of all chunks.
+
+        Returns:
+            A Plan for tensors of these rows.
+
+        Raises:
+            ValueError: for numbers out of range, and if a query sees keys after the first ``keys`` chunks.
         """
         check_part(index, count, keys)
         return self._part_once((index, count, keys), lambda: self._part_of_rows(index, count, keys))
@@ -259,19 +284,40 @@ class Plan(BlockMaskInterface):
 
     @on_host
     def needs(self, count: int) -> Tensor:
-        """Return which chunks of keys the queries of each of ``count`` chunks see, on any rank: bool [count,
-        count], see :func:`tritoncp.planning.parts.needed_chunks`."""
+        """Return which chunks of keys the queries of each chunk see, on any rank.
+
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> make_plan(create_block_mask(causal(), 1, 1, 512, 512)).needs(2).tolist()
+        [[True, False], [True, True]]
+
+        Args:
+            count: number of chunks of each rank's rows.
+
+        Returns:
+            bool [count, count]: [query chunk, key chunk].
+        """
         return self.derived.needed_chunks(count, self.first_row)
 
     def batch_rows(self, first: int, count: int) -> Plan:
-        """Return the plan of ``count`` batch rows from ``first`` on, for tensors of these rows only: mask_mod
-        and score_mod get b = ``first + i`` for batch row i of the tensors.
+        """Return the plan of some batch rows, for tensors of these rows only.
 
         >>> from tritoncp import create_block_mask, make_plan
         >>> ends = torch.tensor([100, 200, 300])
         >>> mask = create_block_mask(lambda b, h, q, kv: kv < ends[b], 3, 1, 384, 384)
         >>> make_plan(mask).batch_rows(1, 2).mask.B
         2
+
+        mask_mod and score_mod get b = ``first + i`` for batch row i of the tensors.
+
+        Args:
+            first: first batch row.
+            count: number of batch rows.
+
+        Returns:
+            A Plan.
+
+        Raises:
+            ValueError: for batch rows that the plan does not have.
         """
         if first < 0 or count < 1 or first + count > self.batch > 1:
             raise ValueError(
@@ -388,11 +434,26 @@ class Plan(BlockMaskInterface):
     # -- costs, text and picture ----------------------------------------------------------------------
 
     def bytes_sent(self, *, kv_heads: int, head_dim: int, backward: bool = True, **shape: int) -> int:
-        """Count the bytes that this rank sends in one layer: K and V forward, K and V again plus float32
-        dK/dV backward. Under "ulysses" also queries, outputs and their gradients.
+        """Count the bytes that this rank sends in one layer.
 
-        shape: as for :meth:`explain`, but heads are ``kv_heads`` and v_head_dim ``head_dim`` if not passed;
-        a latent is sent in place of K and V
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> mask = create_block_mask(causal(), 1, 1, 65536, 65536)
+        >>> plan = make_plan(mask, world_size=4, rank=0, schedule="ring")
+        >>> plan.bytes_sent(kv_heads=8, head_dim=128, backward=False) >> 20     # MiB
+        192
+
+        They are K and V in the forward pass, and K and V again plus float32 dK/dV in the backward pass. Under
+        "ulysses" they include queries, outputs and their gradients; a latent is sent in place of K and V.
+
+        Args:
+            kv_heads: number of KV heads.
+            head_dim: head dim of queries and keys.
+            backward: whether the backward pass is counted too.
+            shape: further sizes as for :meth:`explain`; by default heads is ``kv_heads`` and v_head_dim is
+                ``head_dim``.
+
+        Returns:
+            Number of bytes.
         """
         sizes = {"heads": kv_heads, "v_head_dim": head_dim, **shape}
         layer = memory.Shape.of_layer(self, kv_heads=kv_heads, head_dim=head_dim, **sizes)
@@ -401,16 +462,21 @@ class Plan(BlockMaskInterface):
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:
-        """Format the costs of each schedule for this placement as a table, and the reason of the plan's order
-        and schedule.
-
-        shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer. Defaults are in
-            :class:`tritoncp.planning.memory.Shape`; batch is the plan's by default.
+        """Format the costs of each schedule for this placement as a table.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
         >>> print(plan.explain(heads=16, kv_heads=16).splitlines()[-1])  # doctest: +ELLIPSIS
         order ptrr, schedule ... (predicted ms a layer on H100/H200, NVLink: ...)
+
+        Args:
+            hardware: rates of the GPU and the interconnect, a :class:`tritoncp.planning.cost.Hardware`; None:
+                assumed from the number of ranks.
+            shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer. Defaults are in
+                :class:`tritoncp.planning.memory.Shape`; batch is the plan's by default.
+
+        Returns:
+            The table, and the reason of the plan's order and schedule.
         """
         reason = f" ({self.reason})" if self.reason else ""
         choice = f"order {self.balancer}, schedule {self.schedule}{reason}"
@@ -418,31 +484,44 @@ class Plan(BlockMaskInterface):
 
     @on_host
     def metrics(self, hardware: Hardware | None = None, **shape: int) -> dict[str, float]:
-        """Predict evenness, bytes sent, memory and time of a layer: a flat dict of numbers. The
-        page "Logs, traces and figures" has their meanings.
-
-        shape: as for :meth:`explain`. "Does it fit?" is ``backward_peak_bytes`` plus what the model's other
-        layers keep, at least their ``shard_bytes``. To log it, with Weights & Biases or with TensorBoard::
-
-            wandb.log({f"plan/{name}": value for name, value in plan.metrics().items()})
-            for name, value in plan.metrics().items(): writer.add_scalar(f"plan/{name}", value, step)
+        """Predict evenness, bytes sent, memory and time of a layer.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> mask = create_block_mask(causal(), 1, 1, 65536, 65536)
         >>> metrics = make_plan(mask, world_size=4, rank=0, schedule="ring").metrics(heads=16, kv_heads=16)
         >>> metrics["forward_extra_bytes"] >> 20, metrics["backward_peak_bytes"] >> 20
         (386, 1474)
+
+        "Does it fit?" is ``backward_peak_bytes`` plus what the model's other layers keep, at least their
+        ``shard_bytes``. The page "Logs, traces and figures" explains all numbers. To log them with Weights &
+        Biases or with TensorBoard::
+
+            wandb.log({f"plan/{name}": value for name, value in plan.metrics().items()})
+            for name, value in plan.metrics().items(): writer.add_scalar(f"plan/{name}", value, step)
+
+        Args:
+            hardware: as for :meth:`explain`.
+            shape: as for :meth:`explain`.
+
+        Returns:
+            A flat dict of numbers.
         """
         return PlanFacts.of(self, hardware, **shape).metrics
 
     @on_host
     def plot(self, path: str | Path | None = None, hardware: Hardware | None = None, **shape: int) -> Figure:
-        """Draw the plan: the mask in the colours of its ranks, the work of each rank, the keys that ranks
-        read from each other, and the cost of a layer under each schedule. Needs Matplotlib: pip install
-        matplotlib.
+        """Draw the plan. Needs Matplotlib: pip install matplotlib.
 
-        path: a file to save the picture to, in a format of Matplotlib (.png, .svg, .pdf). shape: as for
-            :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
+        The picture shows the mask in the colours of its ranks, the work of each rank, the keys that ranks
+        read from each other, and the cost of a layer under each schedule.
+
+        Args:
+            path: file to save the picture to, in a format of Matplotlib (.png, .svg, .pdf); None: no file.
+            hardware: as for :meth:`explain`.
+            shape: as for :meth:`explain`.
+
+        Returns:
+            A Matplotlib figure, which a notebook shows.
         """
         return draw_figure(PlanFacts.of(self, hardware, **shape), path)
 

@@ -188,7 +188,7 @@ def join_groups(request: CheckRequest, device: torch.device, world_size: int) ->
 
 
 def set_up_process(device: torch.device) -> None:
-    """Set up a process so that its cache keys of compiled kernels equal those of other processes."""
+    """Set up a process so that it has the same cache keys of compiled kernels as other processes."""
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)

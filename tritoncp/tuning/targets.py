@@ -68,7 +68,8 @@ class Target:
         return Job(kernel, arch, self.problem, config=tiles)
 
     def step(self, arch: str, config: Config | None) -> Job:
-        """Return the job of the same kernel in a step of a schedule, which needs the most registers."""
+        """Return the job of the same kernel in a step of a schedule, which needs more registers than other
+        launches."""
         (kernel, tiles), problem = kernel_of(self.kernel, config), self.problem
         variant = "few" if kernel == "few" else "state"
         sizes = (problem.dim, problem.dtype, variant, tiles, problem.v_dim)

@@ -207,7 +207,7 @@ class LiveBytes:
         )
 
     def run(self, node: Node) -> None:
-        """Run a node: allocate its storages, then free those of which it is the last user."""
+        """Run a node: allocate its storages, then free the storages whose last user it is."""
         self.peak = max(self.peak, self.during(node))
         self.live = self.after(node)
         self.users.subtract(self.storages.uses[node])

@@ -2,7 +2,7 @@
 attention of each chunk, which sends nothing; their gradients are summed over chunks in float32 and return
 once.
 
-A buffer holds rows [n, heads, D + E]: under allgather all ranks' shards, under fetch the rank's own rows and
+A buffer holds rows [n, heads, D + E]: under allgather all ranks' shards, under fetch the rank's rows and
 then the fetched ones. The batch rows of a token follow each other; if batch rows fetch different rows, each
 row belongs to one batch row.
 """

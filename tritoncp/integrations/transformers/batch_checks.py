@@ -62,8 +62,8 @@ def check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTraine
     modules = model.modules() if model is not None and may_be_recurrent(text) else ()
     if computes_attention_itself(text) and not any(map(is_recurrent, modules)):
         raise ValueError(
-            f"models of {type(text).__name__} compute attention or its mask by code of their own, which "
-            "would see a shard alone: run them on whole sequences, without shard_batch"
+            f"models of {type(text).__name__} compute attention or its mask by custom code, which would see "
+            "only a shard: run them on whole sequences, without shard_batch"
         )
     if hasattr(config, "patching_mode"):
         raise ValueError(

@@ -224,8 +224,8 @@ class ContextParallelPlan:
             )
 
     def check_positions(self, position_ids: Tensor | None) -> None:
-        """Raise ValueError if a call's positions differ from the batch's. (The batch's own tensor object
-        needs no comparison.)"""
+        """Raise ValueError if a call's positions differ from the batch's. (The same tensor object needs no
+        comparison.)"""
         own = self.position_ids
         if position_ids is None or position_ids is own:
             return

@@ -122,7 +122,7 @@ class ContextParallelTrainer(SharedBatchesTrainer):
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise ValueError(
                 "label_smoothing_factor and compute_loss_func shift labels within a shard: omit them, or "
-                "compute your loss from shift_labels in a loop of your own"
+                "compute your loss from shift_labels in a custom loop"
             )
         if self.compute_metrics is not None or self.preprocess_logits_for_metrics is not None:
             raise ValueError(

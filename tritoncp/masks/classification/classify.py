@@ -270,7 +270,17 @@ def _intervals_of_rows(evaluate: PairEvaluator, runs: Runs, first: int, grid: Gr
 
 
 def masked_blocks(runs: Runs) -> Tensor:
-    """List every MASKED block as (b, h, row, col): int64 [n, 4]."""
+    """List every MASKED block of a pattern.
+
+    >>> masked_blocks(Runs.from_kinds(torch.tensor([[[[1, 0], [3, 0]]]], dtype=torch.uint8))).tolist()
+    [[0, 0, 0, 1], [0, 0, 1, 1]]
+
+    Args:
+        runs: blocks of a mask, ``mask.runs``.
+
+    Returns:
+        int64 [n, 4], rows (batch row, head, row of blocks, column of blocks).
+    """
     _, h, r, _ = runs.shape
     *flat, kind = runs._flat()
     row, start, end = (t[kind == Kind.MASKED] for t in flat)

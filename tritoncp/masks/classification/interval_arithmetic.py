@@ -1,7 +1,7 @@
 """Interval arithmetic on torch's element-wise operations (R. E. Moore, "Interval Analysis", 1966).
 
 A ValueRange bounds one element in each of n tiles. A rule maps the ValueRanges of an operation's operands to
-the ValueRange of its result. Floats are bounded in their own type, where rounding is monotone: the bounds of
+the ValueRange of its result. Floats are bounded in their type, in which rounding is monotone: the bounds of
 a sum are the sums of the bounds. Integers of every type are bounded exactly, in float64, up to 2^51.
 """
 

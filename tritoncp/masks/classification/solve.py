@@ -1,7 +1,7 @@
 """The row intervals of a traced mask_mod: its expression, solved with vectors of its values.
 
-A value that depends on the query alone is evaluated once for every query, by the mask_mod's own operations on
-the device of its tensors; likewise for keys, and for distances q_idx - kv_idx. No pair is evaluated.
+A value that depends only on the query is evaluated once for every query, by the mask_mod's operations on the
+device of its tensors; likewise for keys, and for distances q_idx - kv_idx. No pair is evaluated.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class _Recorder(FakeRecorder):
         self.constants: list[int] = []
         self.detaches = False
         self._forward_lines: dict[int, str] = {}  # by sequence number of the autograd node
-        self._views: list[Tensor] = []  # views, and the tensors of which they are views
+        self._views: list[Tensor] = []  # views and their bases
 
     @property
     def captures(self) -> list[Tensor]:
