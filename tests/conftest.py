@@ -5,7 +5,7 @@ interpreted or executed kernels.
 (``tritoncp.executor``) in place of interpreting their source.
 
 ``pytest --plain 200`` runs a sample of the tests as a user's process would: nothing in Triton, torch or this
-package is replaced. With TRITON_INTERPRET=0 it takes those of the CPU engine, else all others.
+package is replaced. With TRITON_INTERPRET=0 it runs the tests of the CPU engine, else all others.
 """
 
 import argparse

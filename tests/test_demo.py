@@ -41,7 +41,7 @@ def test_a_label_is_the_next_byte_of_the_same_document():
             assert target[-1] == IGNORE
 
 
-def test_the_cpu_engine_trains_where_it_is_asked_for(monkeypatch):
+def test_the_cpu_engine_trains_if_requested(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     engines = []
 

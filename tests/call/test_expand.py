@@ -210,7 +210,7 @@ def without_gradients(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return expand_latent(latent, *arguments)
 
 
-# Functions of which some result has no derivative, for some or all of the arguments.
+# Functions with a result that has no derivative, for some or all of the arguments.
 CONSTANTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "detached results": lambda *x: tuple([one.detach() for one in expand_latent(*x)]),
     "a detached key": lambda *x: (expand_latent(*x)[0].detach(), expand_latent(*x)[1]),
@@ -240,7 +240,7 @@ def test_a_function_without_a_derivative_has_gradients_of_zero(name: str, compil
 
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
+def test_expanded_calls_take_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
     """Gradients of a score_mod's captures and of parameters do not mix."""
     x, bias, sinks = inputs(24), torch.randn(HEADS, dtype=F64), torch.randn(HEADS, dtype=F64)
     plan = build(create_block_mask(causal(), None, None, 24, 24, BLOCK_SIZE=4), 3, schedule=schedule)
@@ -334,7 +334,7 @@ def test_expanded_keys_live_for_one_step(schedule: str) -> None:
 
 
 @cpu_engine
-def test_a_call_under_modes_is_the_same() -> None:
+def test_a_call_under_modes_has_the_same_results() -> None:
     """Checkpointing, an op under a mode that counts operations, tracing, shapes, inference, and autocast."""
     x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24)
     plan = build(mask)
@@ -446,7 +446,7 @@ def rank_results(group: Any, x: list[Tensor]) -> list[list[Tensor]]:
 @cpu_engine
 @pytest.mark.filterwarnings("ignore:in natural order")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_real_ranks_plain_and_compiled(size: int) -> None:
+def test_real_ranks_have_the_same_results_plain_and_compiled(size: int) -> None:
     x = inputs(44)
     want = expanded(x, build(create_block_mask(causal(), 1, 1, 44, 44, BLOCK_SIZE=4)))
     for results in ranks.run(size, rank_results, x):

@@ -176,7 +176,7 @@ def answer(name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("walk", WALKS)
-def test_a_walk_over_a_batch_leaves_masks_the_same(walk):
+def test_a_walk_over_a_batch_does_not_change_masks(walk):
     for name, make in SAMPLES.items():
         mask = make()
         batch = {"mask": mask, "more": [mask, x_of()]}

@@ -1,4 +1,4 @@
-"""The programs in examples/, on forked ranks with gloo: losses and gradients are those of one process."""
+"""The programs in examples/, on forked ranks with gloo: losses and gradients equal one process."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_the_latent_of_deepseek_v2_lite_has_a_ninth_of_the_bytes() -> None:
     assert latent * 5120 == keys * 576
 
 
-def test_an_own_balancer_gives_a_fast_rank_more_work() -> None:
+def test_a_custom_balancer_gives_a_fast_rank_more_work() -> None:
     plan = import_module("custom_balancer").plan_by_speed(world_size=3, rank=0)
     fast, slow, other = plan.work
     assert fast == pytest.approx(2 * slow, rel=0.1) and fast == pytest.approx(other, rel=0.1)
 
 
-def test_layers_of_a_hybrid_model_see_their_own_mask() -> None:
+def test_each_layer_of_a_hybrid_model_sees_its_mask() -> None:
     """The window of one layer matters: with full attention in both, the first loss differs."""
     example = import_module("hybrid_window_full")
     assert example.train()[0][0] != import_module("train_loop").train()[0][0]

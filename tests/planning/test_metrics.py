@@ -95,7 +95,7 @@ def test_all_schedules_have_the_same_figures_on_one_rank(latent: int) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("name", "balancer"), [("window", "head_tail"), ("documents", "ptrr")])
-def test_the_figures_are_those_of_the_rank_that_has_the_most(name: str, balancer: str, schedule: str) -> None:
+def test_the_figures_are_max_values_over_ranks(name: str, balancer: str, schedule: str) -> None:
     plan = make_plan(MASKS[name], world_size=4, rank=2, balancer=balancer, schedule=schedule)
     assert plan.q.batch == MASKS[name].B  # documents have an order of tokens for each batch row
     shape = replace(SHAPES["one KV head"], batch=2)

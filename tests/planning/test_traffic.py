@@ -44,7 +44,9 @@ def dense_visible_blocks(plan: Plan) -> Tensor:
 
 
 @pytest.mark.parametrize(("order_and_mask", "world"), by_turns(product(BALANCERS, CASES), WORLDS))
-def test_visible_blocks_and_traffic_are_the_masks(order_and_mask: tuple[str | None, str], world: int) -> None:
+def test_visible_blocks_and_traffic_equal_the_masks(
+    order_and_mask: tuple[str | None, str], world: int
+) -> None:
     balancer, name = order_and_mask
     all_plans = plans(name, balancer, world)
     for reader in all_plans:
@@ -62,7 +64,7 @@ def test_visible_blocks_and_traffic_are_the_masks(order_and_mask: tuple[str | No
 
 
 @pytest.mark.parametrize(("order_and_mask", "world"), by_turns(product(BALANCERS, CASES), WORLDS))
-def test_fetched_are_the_visible_remote_blocks_and_no_other(
+def test_a_fetch_has_the_visible_remote_blocks_and_no_other(
     order_and_mask: tuple[str | None, str], world: int
 ) -> None:
     balancer, name = order_and_mask
@@ -85,7 +87,7 @@ def test_fetched_are_the_visible_remote_blocks_and_no_other(
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_arrive_where_their_slots_say(name: str) -> None:
-    """Send each row's own global position instead of keys."""
+    """Send the global position of each row instead of keys."""
     all_plans = plans(name, "ptrr", 3)
     batch = max(len(plan.fetch.slots) for plan in all_plans)
     sent = []

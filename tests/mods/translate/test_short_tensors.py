@@ -104,7 +104,7 @@ def test_a_value_out_of_range_of_a_stack_is_not_read() -> None:
 
 
 def test_gradients_of_rows_and_stacks_under_vmap() -> None:
-    """torch's own transform of an index by a tensor adds them up over the vmapped dimension, or fails."""
+    """torch's transform of an index by a tensor adds them up over the vmapped dimension, or fails."""
     s = torch.randn(6, dtype=torch.float64, requires_grad=True)
     i = torch.arange(6)
     out = vmapped(lambda x, n: torch.stack([x, x * x, 3 * x])[n % 3] * A[n].sum(), (0, 0))(s, i)
