@@ -21,7 +21,7 @@ DYING = 2.0  # seconds to wait for the exit of a process that was killed, or who
 
 def interpret_without_gpu() -> None:
     """Set TRITON_INTERPRET=1 if there is no GPU. Call it before Triton is imported."""
-    import torch  # late: spawned workers import this module, and their start takes half as long without torch
+    import torch  # late: spawned workers import this module and need no torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
