@@ -40,7 +40,7 @@ class Case:
     heads:     of keys and values; ``group`` query heads read each
     dims:      channels of q and k, of v
     mask:      of :data:`MASKS`, by name and number, or combined
-    own_lists: whether batch rows and heads have block lists of their own, where one list would do
+    own_lists: whether batch rows and heads have separate block lists, although one list would do
     form:      of the mask in a call without a plan: "compact", "torch's" BlockMask, "without lists"
     size:      of q and k
     world:     ranks, 1 with balancer None: the call without ranks
@@ -264,7 +264,7 @@ def tolerance(dtype: torch.dtype, name: str) -> float:
 
 
 def check(case: Case) -> None:
-    """Assert that tritoncp's answers are those of dense attention."""
+    """Assert that tritoncp's answers equal dense attention."""
     agree(case, answers(case, tensors(case), call), expected(case))
 
 
@@ -288,7 +288,8 @@ def named(cases: Sequence[Case]) -> list[Any]:
 
 
 def spread(factors: Mapping[str, Sequence[Any]], count: int) -> list[Case]:
-    """Return ``count`` cases with each value of a factor equally often, in an order of the factor's own."""
+    """Return ``count`` cases with each value of a factor equally often, in a separate order for each
+    factor."""
     columns = [
         random.Random(name).sample([*islice(cycle(values), count)], count) for name, values in factors.items()
     ]

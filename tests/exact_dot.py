@@ -3,7 +3,7 @@
 The interpreter uses NumPy's matmul, and the bits that BLAS computes for a row depend on the number of rows,
 on the CPU and on the number of threads: no two computations of equal numbers could be compared bit by bit.
 Here each product is a few float64 products of *slices* (error-free splitting, Ozaki et al. 2012), integers
-times one power of two, so small that no sum of them rounds, whatever its order.
+times one power of two, so small that no sum of them rounds, in any order.
 """
 
 from __future__ import annotations

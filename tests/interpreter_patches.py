@@ -1,6 +1,6 @@
 """Spare Triton's interpreter work that changes no result: two thirds of the time of small kernels.
 
-- It puts its own functions in place of those of ``triton.language`` when a launch begins, and again for each
+- It replaces the functions of ``triton.language`` when a launch begins, and again for each
   call of one jit function by another. Here they are listed once, and set once a launch.
 - For every sum and product of integers it computes an overflow check, which counts only in debug mode.
 - It makes a table of types for each constant, a dictionary of keywords for each call, and types and shapes

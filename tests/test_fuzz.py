@@ -173,7 +173,7 @@ SAMPLE = settings(phases=[Phase.generate, Phase.shrink], suppress_health_check=l
 @CPU
 @settings(SAMPLE, max_examples=settings().max_examples // 2)
 @given(case=cases(longest=70))
-def test_any_case(engine: str, case: Case) -> None:
+def test_a_drawn_case_has_the_dense_answer(engine: str, case: Case) -> None:
     check(case)
 
 
@@ -181,7 +181,7 @@ def test_any_case(engine: str, case: Case) -> None:
 @CPU
 @settings(SAMPLE, max_examples=4000)
 @given(case=cases(longest=250))
-def test_many_cases(engine: str, case: Case) -> None:
+def test_many_drawn_cases_have_the_dense_answer(engine: str, case: Case) -> None:
     check(case)
 
 
@@ -189,5 +189,5 @@ def test_many_cases(engine: str, case: Case) -> None:
 @KERNELS
 @settings(SAMPLE, max_examples=150)
 @given(case=cases(longest=120))
-def test_many_cases_in_kernels(engine: str, case: Case) -> None:
+def test_many_drawn_cases_in_kernels_have_the_dense_answer(engine: str, case: Case) -> None:
     check(case)

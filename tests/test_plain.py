@@ -15,13 +15,13 @@ def run_sample(count: int, *rooms: str, marks: str, **environment: str) -> None:
 
 
 @pytest.mark.interpreted
-def test_kernels_and_mods_pass_where_nothing_is_replaced() -> None:
+def test_tests_of_kernels_and_mods_pass_without_patches() -> None:
     run_sample(40, "tests/kernels", "tests/mods", marks="not long and not nightly", TRITON_INTERPRET="1")
 
 
 @pytest.mark.long
 @pytest.mark.interpreted
 @pytest.mark.parametrize("interpret", ["0", "1"])
-def test_all_rooms_pass_where_nothing_is_replaced(interpret: str) -> None:
+def test_tests_of_all_rooms_pass_without_patches(interpret: str) -> None:
     marks = "not long and not nightly and not browser and not integrations"
     run_sample(200, marks=marks, TRITON_INTERPRET=interpret)

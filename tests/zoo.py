@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 
     mod:             given to tritoncp, a closed form where there is one
     visible:         its pairs, written without tritoncp
-    by_row, by_head: whether batch rows and heads differ, so that each needs lists of its own
+    by_row, by_head: whether batch rows and heads differ, so that each needs separate lists
     """
 
     mod: Any
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 
 
 def python_rule(mod: Pairs, by_row: bool = False, by_head: bool = False) -> Rule:
-    """Return the rule of a Python function, which is its own definition."""
+    """Return the rule of a Python function, which is the function itself."""
     return Rule(mod, mod, by_row, by_head)
 
 

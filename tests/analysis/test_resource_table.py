@@ -20,7 +20,7 @@ PASSES = [row for row in TABLE if row["kernel"] not in ("delta", "combine") and 
 SPILLING = {"dkdv sm_80 128 bfloat16 window": 40}
 
 
-def test_the_table_has_a_row_for_all_that_is_shipped_and_no_other() -> None:
+def test_the_table_has_a_row_for_each_shipped_kernel_and_no_other() -> None:
     assert [*FIGURES] == [job.name for job in LISTED]
 
 
@@ -45,7 +45,7 @@ def test_shipped_kernels_spill_nothing_fit_and_use_matrix_units() -> None:
         assert row["matrix"] == UNITS[row["arch"]], row["name"]
 
 
-def test_copies_by_descriptor_are_where_they_can_be() -> None:
+def test_kernels_copy_by_descriptor_if_they_can() -> None:
     for row in TABLE:
         assert row["tma"] == 0 or (row["arch"] in ("sm_90", "sm_100") and row["variant"] != "pointers")
 
@@ -68,7 +68,7 @@ def test_regressions_are_named() -> None:
     ]
 
 
-def test_writing_rows_leaves_the_others_alone(tmp_path) -> None:
+def test_writing_rows_keeps_all_other_rows(tmp_path) -> None:
     path = tmp_path / "configs/resources.json"
     resource_table.write(TABLE[:3], path)
     resource_table.write([TABLE[1] | {"registers": 7}], path)

@@ -73,7 +73,7 @@ def test_reshard_is_unshard_then_shard_there_and_back(case, dtype: torch.dtype) 
 
 
 @given(pairs())
-def test_gradients_move_back(case) -> None:
+def test_gradients_of_moved_rows_return_to_their_ranks(case) -> None:
     size, source, target = case
     world, length = tritoncp.simulate(size), (source or target).q.length
     x, y = torch.randn(2, length, 3, 2, dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_gradients_move_back(case) -> None:
     assert all(map(torch.equal, again, moved)) and first.shape == leaves[0].shape
 
 
-def test_documents_padding_that_a_plan_leaves_out_is_pad() -> None:
+def test_padding_of_documents_that_a_plan_leaves_out_gets_the_pad_value() -> None:
     """A plan of padded documents has no row for their padding; its keys are placed apart from queries."""
     world = tritoncp.simulate(2)
     padded = {"cu_seqlens_q_padded": cumulative([8, 8]), "cu_seqlens_kv_padded": cumulative([16, 4])}
@@ -100,7 +100,7 @@ def test_documents_padding_that_a_plan_leaves_out_is_pad() -> None:
         assert torch.equal(whole, torch.where(tokens, x, -100))
 
 
-def test_dual_chunk_order_is_a_plan_where_chunks_are_whole_blocks() -> None:
+def test_dual_chunk_order_equals_a_plan_if_chunks_are_whole_blocks() -> None:
     world, x = tritoncp.simulate(4), torch.arange(64)
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=8)
     plan = world.make_plan(mask, balancer="head_tail")
@@ -109,7 +109,7 @@ def test_dual_chunk_order_is_a_plan_where_chunks_are_whole_blocks() -> None:
 
 
 def dtypes() -> list[torch.dtype]:
-    """List the dtypes of tensors that have bytes of their own, which quantised and narrower ones have not."""
+    """List the dtypes of tensors whose elements take whole bytes: no quantised and no narrower ones."""
     kinds = dict.fromkeys(kind for kind in vars(torch).values() if isinstance(kind, torch.dtype))
     return [kind for kind in kinds if not re.search(r"torch\.(q|u?int[1-7]$)", str(kind))]
 
@@ -128,7 +128,7 @@ def rows_of(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_rows_of_every_dtype_move_with_their_bits(dtype: torch.dtype) -> None:
-    """Of plans that place batch rows alike and apart, through padding and back."""
+    """Plans place batch rows alike or differently; rows move through padding and back."""
     x, world, (one, none, two, *_) = rows_of(dtype), tritoncp.simulate(2), plans_of_ranks(2)
     x = x[:2] if two.q.batch > 1 else x
     for source, target in ((one, two), (two, one), (one, none), (none, two)):
@@ -138,7 +138,7 @@ def test_rows_of_every_dtype_move_with_their_bits(dtype: torch.dtype) -> None:
         assert same_bits(world.unshard(moved, target, dim=1), x)
 
 
-def test_rows_of_one_value_move() -> None:
+def test_rows_of_a_single_value_are_moved() -> None:
     """[1, S]: rows first, its dimension of size 1 has the stride S and is contiguous."""
     x, one = torch.randn(1, S), plans_of_ranks(2)[0]
 
@@ -200,7 +200,7 @@ S = 44
 
 
 def plans_of_ranks(size: int) -> list[Plan | None]:
-    """Plans that place rows alike or apart, with and without padding, and natural order."""
+    """Plans place rows alike or differently, with and without padding, and in natural order."""
     return [
         build(random_mask(1, 11, 0, 4, 3), size),
         None,
@@ -252,7 +252,7 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
     "mesh_shape",
     [(1, 2), *(pytest.param(shape, marks=pytest.mark.long) for shape in ((2,), (3,), (2, 2), (4, 2)))],
 )
-def test_real_ranks_plain_and_compiled(mesh_shape: tuple[int, ...]) -> None:
+def test_real_ranks_have_the_same_results_plain_and_compiled(mesh_shape: tuple[int, ...]) -> None:
     x, y = torch.randn(2, 2, S, 3, dtype=torch.float64)
     ranks.run(torch.Size(mesh_shape).numel(), one_rank, x, y, mesh_shape)
 
@@ -325,7 +325,7 @@ def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
 
 
 def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
-    """Each in a group of its own; equal calls exchange facts once for a pair of plans and a shape."""
+    """Each call runs in a separate group; equal calls exchange facts once for a pair of plans and a shape."""
 
     def answers(group: Any) -> list[Any]:
         first = group.rank() == 0

@@ -242,7 +242,7 @@ def test_a_rank_fetches_little_beside_the_prefix(leaves: int, leaf: int) -> None
 
 
 @pytest.mark.parametrize("first", [torch.nan, torch.inf])
-def test_padding_has_weight_0_whatever_the_first_token_weighs(first: float) -> None:
+def test_padding_of_edges_has_weight_0(first: float) -> None:
     mask_mod = tritoncp.tree([-1, 0, 0], [2, 1, 2])
     mask = tritoncp.create_block_mask(mask_mod, 1, 1, 5, 5, BLOCK_SIZE=2)
     plan = tritoncp.make_plan(mask, world_size=2, rank=1, balancer=None)

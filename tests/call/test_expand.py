@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -58,6 +58,12 @@ def inputs(
         (LATENT, KV_HEADS * (D - ROPE + E)), (LATENT,), (batch, HEADS, length, E),
     ]  # fmt: skip
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def plain_and_compiled(names: Iterable[str], few: int) -> list[Any]:
+    """Pair names with False and True; compiled, all but the last ``few`` are marked long."""
+    pairs, compiled = [(name, False) for name in names], [(name, True) for name in names]
+    return pairs + [pytest.param(*x, marks=pytest.mark.long) for x in compiled[:-few]] + compiled[-few:]
 
 
 def leaves_of(x: list[Tensor]) -> list[Tensor]:
@@ -153,9 +159,9 @@ FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {  # of the parameters weight
 
 
 @cpu_engine
-@pytest.mark.parametrize("name", FORMS)
-def test_parameters_come_in_any_form(name: str) -> None:
-    """Plain, compiled, and in a simulated world. The latent of the caller is left as it was."""
+@pytest.mark.parametrize(("name", "compiled"), plain_and_compiled(FORMS, few=2))
+def test_parameters_come_in_any_form(name: str, compiled: bool) -> None:
+    """Plain and in a simulated world, or compiled. The latent of the caller is left as it was."""
     torch.compiler.reset()
     x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24, BLOCK_SIZE=4)
     q, latent, weight, scale = leaves = [torch.nn.Parameter(one) for one in leaves_of(x)]
@@ -170,7 +176,8 @@ def test_parameters_come_in_any_form(name: str) -> None:
         outs = world.flex_attention(*shards, None, plan, enable_gqa=True, expand=expand)
         return world.unshard(outs, plan, dim=2)
 
-    for call in (alone, torch.compile(alone, backend="aot_eager", fullgraph=True), apart):
+    fast = torch.compile(alone, backend="aot_eager", fullgraph=True)
+    for call in (fast,) if compiled else (alone, apart):
         out = call(q, latent)
         agree([out.detach(), *torch.autograd.grad(out, leaves, x[4])], want)
         with torch.no_grad():
@@ -179,8 +186,7 @@ def test_parameters_come_in_any_form(name: str) -> None:
 
 
 @cpu_engine
-@pytest.mark.parametrize("rows", [2, 7, 23])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("rows", "compiled"), [(2, False), (7, False), (23, False), (2, True), (23, True)])
 def test_a_function_that_cuts_rows_is_refused(rows: int, compiled: bool) -> None:
     """Also where it passes the first check, which has two rows."""
     torch.compiler.reset()
@@ -204,7 +210,7 @@ def without_gradients(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return expand_latent(latent, *arguments)
 
 
-# Functions of which some result has no derivative, for some or all of the arguments.
+# Functions with a result that has no derivative, for some or all of the arguments.
 CONSTANTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "detached results": lambda *x: tuple([one.detach() for one in expand_latent(*x)]),
     "a detached key": lambda *x: (expand_latent(*x)[0].detach(), expand_latent(*x)[1]),
@@ -215,8 +221,7 @@ CONSTANTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 @cpu_engine
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize(("name", "compiled"), plain_and_compiled(CONSTANTS, few=2))
 def test_a_function_without_a_derivative_has_gradients_of_zero(name: str, compiled: bool) -> None:
     torch.compiler.reset()
     x, fn, mask = inputs(12), CONSTANTS[name], create_block_mask(causal(), 1, 1, 12, 12, BLOCK_SIZE=4)
@@ -235,7 +240,7 @@ def test_a_function_without_a_derivative_has_gradients_of_zero(name: str, compil
 
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
+def test_expanded_calls_take_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
     """Gradients of a score_mod's captures and of parameters do not mix."""
     x, bias, sinks = inputs(24), torch.randn(HEADS, dtype=F64), torch.randn(HEADS, dtype=F64)
     plan = build(create_block_mask(causal(), None, None, 24, 24, BLOCK_SIZE=4), 3, schedule=schedule)
@@ -329,7 +334,7 @@ def test_expanded_keys_live_for_one_step(schedule: str) -> None:
 
 
 @cpu_engine
-def test_a_call_under_modes_is_the_same() -> None:
+def test_a_call_under_modes_has_the_same_results() -> None:
     """Checkpointing, an op under a mode that counts operations, tracing, shapes, inference, and autocast."""
     x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24)
     plan = build(mask)
@@ -441,7 +446,7 @@ def rank_results(group: Any, x: list[Tensor]) -> list[list[Tensor]]:
 @cpu_engine
 @pytest.mark.filterwarnings("ignore:in natural order")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_real_ranks_plain_and_compiled(size: int) -> None:
+def test_real_ranks_have_the_same_results_plain_and_compiled(size: int) -> None:
     x = inputs(44)
     want = expanded(x, build(create_block_mask(causal(), 1, 1, 44, 44, BLOCK_SIZE=4)))
     for results in ranks.run(size, rank_results, x):

@@ -139,7 +139,7 @@ def test_new_closures_around_the_same_tensors_are_the_same_mask(built_plans):
     assert plan(mask) is not first and len(built_plans) == 2
 
 
-def test_a_freed_mask_s_plan_is_never_found_by_another(built_plans):
+def test_the_plan_of_a_freed_mask_is_never_found_for_another_mask(built_plans):
     """Dozens of short-lived masks, whose ids may be reused, each get the right result."""
     for i in range(80):
         limit = torch.full((S,), i % 7)
@@ -253,7 +253,7 @@ def test_a_mask_on_a_device_is_copied_once_lists_and_captures_together(host_copi
     assert host_copies == [6, 6]
 
 
-def test_closed_forms_of_numbers_are_copied_never_and_of_tensors_once(host_copies):
+def test_closed_forms_of_tensors_are_copied_once_and_of_numbers_never(host_copies):
     flex_attention(Q, Q, Q, and_masks(causal(), sliding_window(3)))
     assert host_copies == []
     ids, more = torch.arange(S) // 8, torch.arange(S) // 16

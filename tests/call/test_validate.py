@@ -84,7 +84,7 @@ def engine(options):
     return TritonEngine(Mods(), 1.0, options)
 
 
-NAMES = {  # of the calls in the table, beside tritoncp's own
+NAMES = {  # modules for the calls in the table, besides tritoncp
     "tritoncp": tritoncp, "torch": torch, "AuxRequest": AuxRequest, "S": S, "validate": validate,
     "sizes": validate.ShardSizes.of, "groups": groups, "plan_in_order": in_order, "full_mask": full_mask,
     "mask_of": mask_of, "build": build, "random_mask": random_mask, "cumulative": cumulative, "x": x,

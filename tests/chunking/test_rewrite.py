@@ -203,7 +203,7 @@ def test_concrete_graphs_have_numbers_and_keep_their_marks(cpu_engine):
     assert len(concrete.graph.nodes) < len(symbolic.graph.nodes)
     check = torch.ops.aten._assert_scalar.default
     checks = [len(gm.graph.find_nodes(op="call_function", target=check)) for gm in (symbolic, concrete)]
-    assert 0 < checks[1] < checks[0]  # those of data stay
+    assert 0 < checks[1] < checks[0]  # symbols of data stay
     nodes = [
         [n for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)] for gm in (symbolic, concrete)
     ]
@@ -211,7 +211,7 @@ def test_concrete_graphs_have_numbers_and_keep_their_marks(cpu_engine):
     assert marks[0] == marks[1] and marks[0]
 
 
-def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(cpu_engine, monkeypatch):
+def test_chunks_with_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(cpu_engine, monkeypatch):
     around, depths = [], []
 
     def value(self: Rewrite, node: torch.fx.Node, c: int, call: Any = Rewrite.value) -> torch.fx.Node:

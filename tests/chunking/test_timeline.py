@@ -184,7 +184,7 @@ def test_attention_of_chunks_takes_the_time_of_the_whole(dim):
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 30))
-def test_bytes_alive_are_those_of_a_run(seed, count):
+def test_predicted_live_bytes_equal_the_live_bytes_of_a_run(seed, count):
     """A run on meta tensors frees each value after its last use: views, items and writes share memory."""
     rng, b = random.Random(seed), Builder()
     x = b.input("x", 6, 10, dtype=torch.float32)
@@ -260,7 +260,7 @@ def test_items_of_a_list_of_views_share_memory_with_the_argument():
     assert [storages.of[node] for node in (pair, *items)] == [[0, 0], [0], [0]]
 
 
-def test_ops_that_return_handles_take_no_time_and_others_of_ours_do():
+def test_ops_that_return_handles_take_no_time_and_other_ops_of_tritoncp_do():
     b = Builder()
     handle, gradient = (b.input(name, *shape) for name, shape in (("handle", ()), ("gradient", (4, 2))))
     for x, takes_none in ((handle, True), (gradient, False)):
@@ -279,7 +279,7 @@ def test_symbolic_sizes_count_by_their_hints():
     assert (timeline.makespan, timeline.peak) == (2 * 48 + 2 * 24, 48 + 48 + 24)
 
 
-def test_a_simulation_under_a_fake_mode_is_the_same():
+def test_a_timeline_is_the_same_under_a_fake_mode():
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 512, 512)
     gm = attention_graph(tritoncp.make_plan(mask, world_size=1, rank=0))
     with FakeTensorMode():

@@ -159,7 +159,7 @@ def test_models_of_trainers_have_the_bits_of_eager_chunking(name):
     ("dim", "chunks", "rows"), [("seq", 3, 7), pytest.param("batch", 3, 7, marks=pytest.mark.long)]
 )
 def test_the_last_chunk_is_shorter_where_chunks_do_not_divide_the_rows(dim, chunks, rows):
-    """The mean over tokens is taken outside of the region, and weighs each token alike."""
+    """The mean over tokens is taken outside of the region, and gives each token the same weight."""
     model, reports, where = Model(Block(), Plain()), [], ("batch", "seq").index(dim)
     x = torch.randn(*((rows, S) if dim == "batch" else (2, rows)), WIDTH)
     whole, eager = copy.deepcopy(model), copy.deepcopy(model)
@@ -204,7 +204,7 @@ def test_one_graph_serves_sizes_that_chunks_divide_and_others():
 
 
 def test_an_embedding_and_its_tied_head_in_one_region_differ_in_the_order_of_the_sum_alone():
-    """Eager chunking adds both gradients of a chunk, then those of the chunk before."""
+    """Eager chunking adds both gradients of a chunk, then both gradients of the chunk before."""
     model, x = Tied(), torch.randint(11, (B, S))
     eager = copy.deepcopy(model)
     out, weight, *others = results(eager, Eager(eager, 2, "seq"), x)
@@ -426,7 +426,7 @@ class Placed(Plain):
 
 
 @pytest.mark.parametrize(("dim", "reads_table"), by_turns(("batch", "seq"), (False, True)))
-def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warning(reads_table, dim):
+def test_positions_made_in_a_region_equal_eager_chunkings_and_warn(reads_table, dim):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_bits_of_eager(Model(Placed(reads_table)), dim)

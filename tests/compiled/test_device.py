@@ -121,7 +121,7 @@ def test_a_tensor_beside_another_is_out_of_bounds() -> None:
         add[(1,)](memory[:64], memory[64:], torch.empty(128), 128, 128)
 
 
-def test_elements_that_a_launch_leaves_out_are_never_written() -> None:
+def test_elements_outside_of_a_launch_are_never_written() -> None:
     """The first launch writes one half of its output, the second one reads it whole."""
     x = torch.randn(128)
     with compiled_kernels(COMPILED, raise_faults=False) as device:
@@ -149,7 +149,7 @@ def test_seeds_keep_bits_and_the_launch_is_recorded() -> None:
     assert all(torch.equal(out, results[0]) for out in results)
 
 
-def test_counts_are_of_every_warp() -> None:
+def test_counts_include_every_warp() -> None:
     x, y, out = (torch.zeros(4096) for _ in range(3))
     with compiled_kernels(COMPILED, count=True) as device:
         add[(4,)](x, y, out, 4096, 1024)
@@ -162,7 +162,7 @@ def test_counts_are_of_every_warp() -> None:
 
 
 def test_architectures_take_turns() -> None:
-    """Triton keeps kernels by device: each architecture is one of its own."""
+    """Triton keeps kernels by device, and each architecture is a separate device."""
     x = torch.randn(64)
     for architecture in ("sm_80", "sm_90", "sm_80"):
         out = torch.empty(64)
@@ -218,7 +218,7 @@ def add_atomically(X, OUT, n: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
 def test_atomic_sums(dtype: torch.dtype) -> None:
-    """Those of 16 bits are pairs, vectors of pairs, or loops around a compare-and-swap."""
+    """Atomic updates of 16 bits are pairs, vectors of pairs, or loops around a compare-and-swap."""
     x, out = torch.randint(0, 3, (256,)).to(dtype), torch.zeros(8, dtype=dtype)
     kernel: Any = add_atomically
     kernel[(2,)](x, out, 128)

@@ -313,7 +313,7 @@ def verdict(run: Run, function: LoadedKernel, text: str) -> str:
 
 
 def unnoticed(run: Run, function: LoadedKernel, edits: Iterable[str]) -> dict[str, set[int]]:
-    """Numbers of the mutants by edit of which nothing is noticed."""
+    """Numbers of the mutants, by edit, that are not noticed."""
     ptx, original, missed = function.ptx, function.program, {}
     for edit in edits:
         noticed = {"fault", "wrong"} if edit in ANSWERED_BY_RESULTS else {"fault"}
@@ -366,7 +366,7 @@ def test_fences_between_an_old_mbarrier_and_a_copy(
 ) -> None:
     """If an invalidated mbarrier counts as data that a warp wrote, each fence with the reason OLD_MBARRIER is
     missed, and so are fences in a kernel as Triton writes it: its ProxyFenceInsertion.cpp places none behind
-    an InvalBarrierOp. It writes those of dK/dV as buffers may overlap that do not."""
+    an InvalBarrierOp. It writes them for dK/dV, since the compiler assumes that buffers overlap."""
     if COMPILED == "sm_80":  # which has no mbarrier
         return
     invalidate = Mbarriers.invalidate
@@ -395,7 +395,7 @@ def test_fences_between_an_old_mbarrier_and_a_copy(
 @pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.bar(22)
-def test_barriers_are_not_redundant_together(kernel: str, launches: Launches) -> None:
+def test_removing_all_barriers_together_is_noticed(kernel: str, launches: Launches) -> None:
     run = KERNELS[kernel]()
     run()
     function, _ = launches[kernel]

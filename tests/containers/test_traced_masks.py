@@ -92,7 +92,7 @@ GROWING = {
 
 
 @pytest.mark.parametrize("trace", [*TRACES, *(f"growing {name}" for name in GROWING)])
-def test_a_mask_made_inside_is_that_of_the_run(trace):
+def test_a_mask_made_inside_a_graph_uses_the_values_of_each_run(trace):
     """Of other documents, and of another length where lengths are dynamic."""
     name, is_growing = trace.removeprefix("growing "), trace.startswith("growing")
     for kind, make in MADE.items():

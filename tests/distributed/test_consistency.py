@@ -146,7 +146,7 @@ def test_the_same_call_of_all_ranks_raises_nothing():
     assert run(2, work) == [0, 1]
 
 
-def test_lengths_that_do_not_add_up_are_told_everywhere():
+def test_lengths_that_do_not_add_up_raise_on_all_ranks():
     def work(group):
         local = mask(length=S // 2)
         short = q(12) if group.rank() else q()
@@ -198,6 +198,7 @@ def calls_with_a_mesh(mesh, schedule, rank=0):
         "unshard": lambda: tritoncp.unshard(q(), placed, mesh, dim=2),
         "reshard": lambda: tritoncp.reshard(q(), schedule and placed, None, mesh, dim=2),
         "roll": lambda: tritoncp.roll(q(), plan, 1, mesh, dim=2),
+        "select_keys": lambda: tritoncp.select_keys(q(), q(), top=2, block_mask=placed, mesh=mesh),
         "ContextParallel": lambda: attend(q(), q(), q(), block_mask=placed),
     }
     if schedule is None:
@@ -238,7 +239,7 @@ def test_a_mesh_of_two_dimensions_is_refused_without_a_schedule_that_needs_two()
     assert calls_with_a_mesh(None, None).keys() - {"ContextParallel"} == taking
 
 
-def test_uneven_natural_order_is_told_once_by_the_first_rank():
+def test_the_first_rank_warns_once_of_uneven_natural_order():
     def work(group):
         heard = []
         even = document(ids=IDS), document(ids=other_ids(1)), document(lengths=[8, 24])  # the last: 1.2 times
@@ -291,7 +292,7 @@ NAMED = {  # by call: the difference in the errors of ranks 0 and 1
 }
 
 
-def test_every_call_is_compared_where_asked_for(monkeypatch):
+def test_every_call_is_compared_if_requested(monkeypatch):
     """Each in a group of its own."""
     monkeypatch.setattr(consistency, "CHECKED", True)
 

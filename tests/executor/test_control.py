@@ -60,7 +60,7 @@ ret;
 """
 
 
-def test_calls() -> None:
+def test_calls_return_values_to_their_caller() -> None:
     body = START
     for source in ("%r1", "%r2"):
         body += f"""{{ .param .b32 a; .param .b32 b; st.param.b32 [a], {source};
@@ -112,7 +112,7 @@ def test_a_part_of_a_structure_has_one_width() -> None:
         )
 
 
-def test_threads_that_have_returned_are_not_waited_for() -> None:
+def test_barriers_do_not_wait_for_returned_threads() -> None:
     body = START + "setp.ge.u32 %p1, %r1, 32; @%p1 ret; bar.sync 0; mov.b32 %r2, 1;"
     out, faults = run(body + STORE + "ret;", threads=64)
     assert not faults
@@ -124,7 +124,7 @@ def test_barriers_that_never_meet_are_a_deadlock() -> None:
     assert any(f.startswith("deadlock") for f in run(body, threads=64)[1])
 
 
-def test_a_part_of_a_warp_at_a_barrier() -> None:
+def test_a_part_of_a_warp_at_a_barrier_is_a_fault() -> None:
     body = START + "setp.ge.u32 %p1, %r1, 16; @%p1 bra B; bar.sync 0; B: bar.sync 0; ret;"
     assert any(f.startswith("divergence") for f in run(body)[1])
 
@@ -214,7 +214,7 @@ END: mov.b32 %r2, 1;
 
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_every_waiting_warp_looks_again_before_a_deadlock(seed: int | None) -> None:
-    """Warp 0, which goes first, waits for warp 1, whose own wait is over at its second look."""
+    """Warp 0 goes first and waits for warp 1, whose wait is over at its second test."""
     out, faults = run(CHAIN + STORE + "ret;", shared=64, threads=64, seed=seed)
     assert not faults
     assert out.tolist() == [1] * 64

@@ -42,7 +42,7 @@ END: bar.sync 0;
     ],
 )
 def test_warps_of_a_warpgroup_set_the_same_registers(old: str, new: str, kind: str | None) -> None:
-    """Each partition that shares a warpgroup has an instruction of its own."""
+    """Each partition that shares a warpgroup has a separate instruction."""
     got = faults(PARTITIONS.replace(old, new), 128)
     assert any(kind in f for f in got) if kind else not got, got
 

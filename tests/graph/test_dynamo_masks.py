@@ -46,7 +46,7 @@ def test_new_documents_do_not_compile_again(dynamic, backend):
     torch.testing.assert_close(*grads)
 
 
-def test_one_mask_for_layers_batches_and_heads():
+def test_one_mask_made_in_a_graph_serves_layers_batches_and_heads():
     """All arguments of `create_block_mask`, and two layers that take its mask."""
 
     def layers(x, lens):
@@ -106,7 +106,7 @@ def test_the_complement_of_a_mask_breaks_a_graph_once():
     case.check(torch.randn(1, 2, S, 8), tritoncp.sliding_window(9))
 
 
-def test_a_mask_that_leaves_the_graph():
+def test_a_mask_may_leave_the_graph():
     x, mod = torch.randn(1, 2, S, 8), in_documents(documents(10, 54))
     fast = torch.compile(
         lambda x: (x + 1, create_block_mask(mod, None, None, S, S, BLOCK_SIZE=16)),
@@ -145,7 +145,7 @@ def test_a_mask_mod_made_inside_around_tensors():
 
 
 def test_host_calls_break_the_graph_in_two():
-    """Dynamo traces none of tritoncp's own code at a break."""
+    """Dynamo traces no code of tritoncp at a break."""
     mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16)
     world = simulate(2)
     spread = world.make_plan(mask)
@@ -174,7 +174,7 @@ def test_host_calls_break_the_graph_in_two():
             Compiled(fn).fast(torch.randn(1, 2, S, 8))
 
 
-def test_shards_inside_a_graph():
+def test_tensors_are_sharded_inside_a_graph():
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16), world_size=2, rank=1)
 
     def local(x):
@@ -245,6 +245,6 @@ assert torch.equal(out, model(x))
 
 
 @pytest.mark.long
-def test_the_first_call_of_a_process():
+def test_the_first_call_of_a_process_may_be_compiled():
     """Marks on entry points do not import Dynamo, and a mask may be traced before any other call."""
     run_code(FIRST_CALL)

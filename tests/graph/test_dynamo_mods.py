@@ -134,7 +134,7 @@ MODS = {
 @pytest.mark.long
 @pytest.mark.parametrize("kind", MODS)
 def test_mods_made_outside_compile_whole(kind):
-    """Each is one graph, and its value and gradients are those of the plain call."""
+    """Each is one graph, and its value and gradients equal the plain call."""
     mod = MODS[kind]()
     case = Compiled(attend)
     x = x_of().requires_grad_()

@@ -103,7 +103,7 @@ def test_texts_of_the_length_of_a_shard_are_no_shards() -> None:
     ranks.run(2, work)
 
 
-def test_models_with_losses_of_their_own_take_no_labels_beside_a_plan() -> None:
+def test_models_with_custom_losses_take_no_labels_beside_a_plan() -> None:
     def work(group: Any) -> None:
         model = BertForMaskedLM(BertConfig(**models.COMMON, attn_implementation="tritoncp")).eval()
         shard = shard_batch({"input_ids": TOKENS}, model.config, group)
@@ -128,7 +128,7 @@ def test_heads_of_whole_sequences_are_refused_on_ranks() -> None:
     ranks.run(2, work)
 
 
-def test_a_plan_that_no_layer_gets_is_no_success() -> None:
+def test_a_plan_that_no_layer_gets_raises() -> None:
     def work(group: Any) -> None:
         model = models.build_model("Llama", num_hidden_layers=1).eval()
         reference = models.build_model("Llama", "sdpa", num_hidden_layers=1).eval()
@@ -219,7 +219,7 @@ def test_copies_of_a_sharded_batch_have_the_logits_of_the_batch() -> None:
         assert torch.equal(model(**copied).logits, expected)
 
 
-def test_copies_of_a_rank_are_of_its_group_and_pickles_are_refused() -> None:
+def test_copies_of_a_batch_keep_the_group_and_pickles_are_refused() -> None:
     model = models.build_model("Gemma2").eval()
 
     def work(group: Any) -> Tensor:

@@ -32,7 +32,7 @@ def loss_and_gradients(model: Any, logits: Tensor, labels: Tensor) -> Any:
 
 
 def of_trajectories(name: str) -> Any:
-    """Return the same from logits of each trajectory alone, which are put together to those of the tree."""
+    """Return the same from logits of each trajectory alone, which are put together to logits of the tree."""
     model = models.build_model(name, "eager")
     rows = [model(x[None], use_cache=False).logits[0] for x in TRAJECTORIES]
     paths = torch.cat(PACKED.paths)
@@ -42,7 +42,7 @@ def of_trajectories(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_tree_is_its_trajectories(name: str, world_size: int) -> None:
+def test_a_tree_has_the_losses_of_its_trajectories(name: str, world_size: int) -> None:
     """Also in layers with windows, which count along paths."""
     assert len(PACKED.tokens) < sum(map(len, TRAJECTORIES))
 
@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_tree_has_no_meaning_for_is_refused(name: str) -> None:
+def test_arguments_without_a_meaning_for_trees_are_refused(name: str) -> None:
     values, reason = WRONG[name]
     with pytest.raises(ValueError, match=reason):
         shard_batch(ROW | values, models.build_model("Llama"), tree=PACKED)

@@ -70,7 +70,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_pointers_where_descriptors_cannot_go(name: str) -> None:
+def test_tensors_that_descriptors_cannot_copy_are_read_by_pointer(name: str) -> None:
     x = qkv(64, heads=2)
     x = x._replace(k=UNFIT[name](x.k))
     assert not copyable(x.k) and copyable(x.v)
@@ -88,7 +88,7 @@ def test_a_dimension_of_one_may_have_any_stride() -> None:
     assert all(stride % 4 == 0 for stride in first.strides[:3])
 
 
-def test_blocks_that_no_tile_divides_take_pointers() -> None:
+def test_blocks_that_no_tile_divides_are_read_by_pointer() -> None:
     for block in (16, 24, 32, 40):
         mask = create_block_mask(causal(), None, None, 60, 60, BLOCK_SIZE=block)
         for one in (mask, replace(mask, window=None)):

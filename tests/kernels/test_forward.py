@@ -150,7 +150,7 @@ def test_routes_agree_at_ragged_ends(name: str, lengths: tuple[int, int]) -> Non
     same(run(x, routed["mod"], start=start, **TILE), by_table)
 
 
-def test_block_lists_have_the_last_word() -> None:
+def test_block_lists_win_over_the_mask_mod() -> None:
     """An unlisted block is invisible and a full one unmasked, even where the mask_mod disagrees."""
     check(qkv(48), from_kinds([[1, 3, 0], [0, 1, 3], [3, 0, 1]], lambda b, h, q, kv: q >= kv))
     check(qkv(48), from_kinds([[1, 3, 0], [0, 1, 3], [3, 0, 1]], lambda b, h, q, kv: (q * kv) % 3 == 1))

@@ -26,7 +26,7 @@ def test_gradients(name: str, tma: bool) -> None:
 
 
 @pytest.mark.bits
-def test_deterministic_has_the_last_word() -> None:
+def test_deterministic_wins_over_fused() -> None:
     x = qkv(50)
     assert engine_of(x, FUSED_BACKWARD=True).fused and not engine_of(x).fused
     assert not engine_of(x, FUSED_BACKWARD=True, deterministic=True).fused
@@ -39,7 +39,7 @@ def test_deterministic_has_the_last_word() -> None:
 
 
 @pytest.mark.bar(6)
-def test_keys_behind_the_end_add_nothing() -> None:
+def test_keys_past_the_end_add_nothing() -> None:
     """Their rows of a tile score 0, which next to scores around -300 has no finite exponential."""
     x = qkv(50)
     x, start = QKV(x.q.abs() + 1, torch.full_like(x.k, -40), x.v), cotangents(x)

@@ -69,7 +69,7 @@ def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
         assert {name: row.get(name) for name in was} == was
 
 
-def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
+def test_default_tiles_are_copied_by_descriptor_as_the_table_says() -> None:
     table = resource_table.read_table()
     for arch in resource_table.ARCHS:
         jobs = default_jobs(arch, "bfloat16", (64, 128, 256), "state")
@@ -123,7 +123,7 @@ def test_score_mods_that_learn_spill_nothing() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", resource_table.ARCHS)
-def test_score_mods_spill_next_to_nothing(arch: str) -> None:
+def test_score_mods_spill_few_bytes(arch: str) -> None:
     """They may spill a few registers that the loops do not use."""
     scores = "alibi", "softcap", "table", "table_learns", "bias_learns", "slopes_learn"
     rows = compile_jobs(scored_jobs(arch, (64, 128, 256), ("causal", "documents"), *scores))
@@ -133,7 +133,7 @@ def test_score_mods_spill_next_to_nothing(arch: str) -> None:
 
 
 @pytest.mark.nightly
-def test_nothing_that_is_shipped_got_worse() -> None:
+def test_no_shipped_kernel_is_worse_than_in_the_table() -> None:
     before = resource_table.read_table()
     rows = resource_table.inspect_jobs([*resource_table.shipped(), *resource_table.measured()], 2, 300)
     assert [
@@ -143,7 +143,7 @@ def test_nothing_that_is_shipped_got_worse() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("variant", ["state", "documents", "causal", "window", "full"])
-def test_defaults_fit_where_the_table_says_nothing(variant: str) -> None:
+def test_defaults_fit_for_head_dims_outside_of_the_table(variant: str) -> None:
     check("sm_86", reports("sm_86", "bfloat16", (64, 128, 256), variant))
 
 
@@ -157,7 +157,7 @@ def test_defaults_fit_odd_dims(arch: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_mask_mods_and_sizes_of_one_may_spill_a_little(arch: str) -> None:
-    """A mask_mod's code takes registers of its own; sizes of one are constants to Triton."""
+    """A mask_mod's code takes more registers; sizes of one are constants to Triton."""
     check(arch, reports(arch, "bfloat16", (64, 128, 256), "mask_mod", "single", "pair"), spill=128)
 
 

@@ -63,7 +63,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_right_route_is_taken(
+def test_a_route_with_correct_results_is_used(
     mask: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With states between steps, and rows that no kernel writes. The verdict is logged."""
@@ -87,8 +87,8 @@ def test_a_right_route_is_taken(
 
 
 @pytest.mark.bits
-def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered heads lie apart in out, so launches there are not those of the verification."""
+def test_results_of_a_trial_have_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered heads are not adjacent in out, so the verification has other launches."""
     monkeypatch.setattr(traffic, "SMALL", 0)
     x, mask = qkv(N, batch=2, heads=4, kv_heads=2, dtype=COARSE), MASKS["causal"](N)
     plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="allgather")
@@ -122,7 +122,7 @@ def lse(step: ForwardStep) -> None:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("damage", [one_row, forgotten, lse], ids=lambda f: f.__name__)
-def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_route_with_wrong_results_is_not_used(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
     x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)
     start = cotangents(x)
     plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="ring")
@@ -202,7 +202,7 @@ def test_a_measured_route_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> Non
         same(tritoncp.flex_attention(*x, mask), want)
 
 
-def test_options_of_tiles_and_programs_go_before_the_measured_route() -> None:
+def test_options_of_tiles_and_programs_win_over_the_measured_route() -> None:
     measured = {"CONFIGS": (("route", tuple(ROUTE.items())),)}
     for setting, route in (
         ({}, "gluon"),
@@ -217,7 +217,7 @@ def test_options_of_tiles_and_programs_go_before_the_measured_route() -> None:
 @pytest.mark.parametrize(
     "error", [CompilationError("def kernel():\n  ...", PLACE, "no such word"), RuntimeError()]
 )
-def test_a_route_that_cannot_be_compiled_is_not_taken(
+def test_a_route_that_cannot_be_compiled_is_not_used(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A route that this version of Triton does not compile is replaced by the loops."""

@@ -142,7 +142,7 @@ def test_measured_tiles_replace_the_rule_and_options_replace_both(kind: str, tma
 
 
 @pytest.mark.parametrize("kind", PASSES)
-def test_tiles_measured_with_descriptors_say_nothing_of_pointers(kind: str) -> None:
+def test_tiles_measured_with_descriptors_are_not_used_for_pointers(kind: str) -> None:
     """Where strides or the user forbid descriptors, the rule has tiles that leave registers for addresses."""
     call = kind, "sm_90", 128, torch.bfloat16
     rule = default(*call, tma=False)
@@ -166,7 +166,7 @@ def test_tiles_divide_the_masks_blocks() -> None:
         assert fit(largest, block) == max(even, default=min([*(t for t in allowed if t >= block), largest]))
 
 
-def test_channels_are_cut_into_the_two_pieces_that_waste_least() -> None:
+def test_channels_are_cut_into_the_two_smallest_pieces_that_hold_them() -> None:
     """One piece where that wastes no more, and none wider than asked for where two suffice."""
     for dim, widest in product(range(1, 257), (32, 64, 128)):
         limit = widest if dim <= 2 * widest else 128
@@ -220,7 +220,7 @@ def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.bar(9)
 def test_strides_whose_products_pass_31_bits_are_wide() -> None:
-    """Those of rows and channels, of which a tile has 256 each."""
+    """The strides of rows and channels; a tile has 256 of each."""
     for place, stride in product(range(4), ((1 << 22) - 1, 1 << 22)):
         strides = [stride if d == place else 1 for d in range(4)]
         x = torch.empty_strided((1, 1, 2, 2), strides, device="meta")

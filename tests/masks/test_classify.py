@@ -163,7 +163,7 @@ def draw_operand(dtype: torch.dtype, g: torch.Generator) -> tuple[ValueRange, Te
 
 
 @pytest.mark.parametrize("dtype", RULES, ids=str)
-def test_rules_give_the_least_and_the_greatest_result(dtype: torch.dtype) -> None:
+def test_rules_give_the_min_and_max_result(dtype: torch.dtype) -> None:
     """All values in small ranges of the operands, near zero and where narrow types wrap."""
     g, known = torch.Generator().manual_seed(0), set()
     for name, rule in list(RULES[dtype].items()) * 40:
@@ -188,7 +188,7 @@ def test_rules_give_the_least_and_the_greatest_result(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("source", RULES, ids=str)
-def test_casts_give_the_least_and_the_greatest_result(source: torch.dtype) -> None:
+def test_casts_give_the_min_and_max_result(source: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     for target in list(RULES) * 40:
         range_, values = draw_operand(source, g)

@@ -94,7 +94,9 @@ def assert_interval_exact(mask: Mask, masked: Tensor, visible: Tensor) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 100])
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_the_size_of_evaluated_chunks_does_not_affect_a_mask(
+    monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
     for limit in ("PAIRS", "_TILES", "_BLOCKS", "_UNMERGED_TILES"):
         monkeypatch.setattr(classify, limit, chunk)
     for seed in range(5):

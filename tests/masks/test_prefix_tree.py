@@ -66,7 +66,7 @@ def forest(n: int) -> list[int]:
 
 
 def comb(n: int) -> list[int]:
-    """Return the parents of one long path, from each segment of which a leaf hangs."""
+    """Return the parents of one long path with a leaf at each segment."""
     return [i - 1 if i % 2 else i - 2 if i else -1 for i in range(n)]
 
 

@@ -99,7 +99,7 @@ def test_a_million_tokens_in_ten_thousand_documents() -> None:
 
 
 def in_a_world(x: Packed, plan: tritoncp.Plan) -> Answer:
-    """Every rank's shard of the plan as a leaf of its own, NaN in its padding."""
+    """Every rank's shard of the plan as a separate leaf, with NaN in its padding."""
     world = simulate(plan.world_size)
     sides = ("q", "kv", "kv", "q", "q")
     shards = [world.shard(t, plan, dim=0, side=side, batch_dim=None, pad=NAN) for t, side in zip(x, sides)]

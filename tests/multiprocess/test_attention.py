@@ -1,4 +1,4 @@
-"""Real ranks, each with its own process: cases of PyTorch's matrix, and rows of our own."""
+"""Real ranks, each in a separate process: cases of PyTorch's matrix, and further rows."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ CASES = {
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize(("name", "dtype"), zip(CASES, (torch.bfloat16, F64, torch.float32)), ids=str)
 @pytest.mark.bar(12)
-def test_processes_answer_as_the_oracle(name: str, dtype: torch.dtype) -> None:
+def test_processes_have_the_results_of_the_reference(name: str, dtype: torch.dtype) -> None:
     check_ranks(*(replace(CASES[name], schedule=schedule, dtype=dtype) for schedule in SCHEDULES))

@@ -57,7 +57,7 @@ class Messages:
 
 
 def step(group: Any, model: Any, call: Any, plan: Any, dim: str = "") -> tuple[dict[str, Tensor], Messages]:
-    """Run one training step on this rank's shard, of which ``dim`` is marked."""
+    """Run one training step on this rank's shard, whose dimension ``dim`` is marked."""
     g = torch.Generator().manual_seed(1)
     x, turn, grad = (torch.randn(*size, generator=g) for size in ((B, S, 16), (S, 4), (B, S, 16)))
     x, grad = (tritoncp.shard(one, plan, dim=1) for one in (x, grad))

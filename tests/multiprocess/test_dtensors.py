@@ -83,7 +83,7 @@ def without_shard(mesh, places, call, plan, context=None):
 
 
 def with_shard(mesh, places, call, plan, context):
-    """Return the same of DTensors that hold the whole sequence, of which `shard` takes each rank's rows, in a
+    """Return the same for DTensors of the whole sequence, from which `shard` takes each rank's rows, in a
     plan's order: DTensors over the mesh of tensor parallelism, the last dimension of ``mesh``."""
     q, k, v, sinks, table, grad = tensors()
     whole, rows = [spread(x, mesh, *places) for x in (q, k, v)], spread(grad, mesh, *places)

@@ -105,7 +105,7 @@ PLACES = {
 
 @pytest.mark.parametrize("fault", read_table())
 @pytest.mark.bar(20)
-def test_a_row_of_the_table_of_faults(fault: str) -> None:
+def test_each_fault_of_the_table_ends_as_the_table_says(fault: str) -> None:
     own, others, after = read_table()[fault]
     seconds = sum(
         TIMEOUT if part == "timeout" else float(part) for part in after.removesuffix(" s").split(" + ")

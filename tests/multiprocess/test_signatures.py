@@ -1,4 +1,4 @@
-"""The first call of each signature is compared, later ones are looked up; caches of groups are their own."""
+"""The first call of each signature is compared, later ones are looked up; groups have separate caches."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ DIFFERENCES: dict[str, tuple[str, tuple[Any, Any], tuple[str, str]]] = {
 
 @pytest.mark.bar(18)
 def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
-    """Each in a group of its own, with a plan and with a raw mask, and after a call that agrees, unless rank
-    0's is the same."""
+    """Each runs in a separate group, with a plan and with a raw mask, and after a call that agrees, unless
+    rank 0's is the same."""
 
     def work(group: Any) -> list[tuple[str, str]]:
         said = []
@@ -253,7 +253,7 @@ def test_calls_of_one_rank_evict_no_plan_of_a_group(count: int) -> None:
     assert plans == tritoncp.plan_cache_info().most + 1  # of this process alone, and the group's
 
 
-def test_plans_of_a_group_are_evicted_alike_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_evicts_the_same_plans_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "MAX_PLANS", 4)
 
     def work(group: Any) -> list[int]:
@@ -269,7 +269,7 @@ def test_plans_of_a_group_are_evicted_alike_on_every_rank(monkeypatch: pytest.Mo
     assert run(2, work, timeout=120) == [[2, 0]] * 2
 
 
-def test_a_group_made_anew_shares_nothing_with_the_one_before(tmp_path: Path) -> None:
+def test_a_new_group_shares_nothing_with_a_destroyed_one(tmp_path: Path) -> None:
     def work(group: Any) -> list[int]:
         mask, rank, counts = mask_of(), group.rank(), []
         store = dist.FileStore(str(tmp_path / "again"), 2)
@@ -288,7 +288,7 @@ def test_a_group_made_anew_shares_nothing_with_the_one_before(tmp_path: Path) ->
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_ranks_may_be_in_different_numbers_of_groups(schedule: str) -> None:
-    """Rank 0 may have another group of its own, for example for evaluation."""
+    """Rank 0 may have another group, for example for evaluation."""
 
     def work(group: Any) -> Tensor:
         own = dist.new_group([0], timeout=timedelta(seconds=20))

@@ -67,7 +67,7 @@ class FirstFailure:
 
 @cache
 def worker_copy() -> Path:
-    """Return this process's copy of the checkout, with caches of its own beside it."""
+    """Return this process's copy of the checkout, with separate caches beside it."""
     copy = copy_checkout(Path(tempfile.mkdtemp(), "copy"))
     os.environ |= {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(copy.parent / "cache")}
     for name in HEAVY:  # no mutant changes them

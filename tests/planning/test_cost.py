@@ -18,7 +18,7 @@ from tritoncp.planning.report.facts import PlanFacts
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("name", CASES)
-def test_pairs_are_those_of_the_listed_blocks(name: str, balancer: str | None, world_size: int) -> None:
+def test_counted_pairs_are_in_listed_blocks(name: str, balancer: str | None, world_size: int) -> None:
     mask = CASES[name]()
     kinds = (mask.runs.to_kinds() != 3).double()  # [Bm, Hm, rows, columns]
     size, block = (mask.q_len, mask.kv_len), mask.BLOCK_SIZE
@@ -47,7 +47,7 @@ TIMES = {  # schedule: seconds forward and backward if the pairs of two ranks ta
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_times_of_a_small_case_are_those_worked_out_by_hand(
+def test_times_of_a_small_case_equal_times_computed_by_hand(
     fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks of 256 tokens that see everything; K and V of one have 24,576 bytes, which take 2 s to send,
@@ -74,7 +74,7 @@ def test_times_of_a_small_case_are_those_worked_out_by_hand(
 def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
     world_size: int, latent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of 256 tokens that see all keys, their own, or those of rank 0 alone."""
+    """Ranks of 256 tokens that see all keys, only their keys, or only rank 0's keys."""
     monkeypatch.setattr(traffic, "SMALL", 0)
     monkeypatch.setattr(traffic, "HEAD_GROUPS", 4)
     size, inf = 256 * world_size, float("inf")

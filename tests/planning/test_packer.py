@@ -109,7 +109,7 @@ def test_a_tree_stays_whole_and_has_the_pairs_of_its_mask(forest, window) -> Non
 
 
 def least_of_largest(works: list[int], count: int) -> int:
-    """Return the least possible work of the micro-batch with the most, by trying every assignment."""
+    """Return the min over all assignments of the max work of a micro-batch."""
     loads = {(0,) * count}
     for work in works:
         loads = {

@@ -44,7 +44,7 @@ def dense_visible_blocks(plan: Plan) -> Tensor:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("name", CASES)
-def test_visible_blocks_and_traffic_are_the_masks(name: str, balancer: str | None, world: int) -> None:
+def test_visible_blocks_and_traffic_equal_the_masks(name: str, balancer: str | None, world: int) -> None:
     all_plans = plans(name, balancer, world)
     for reader in all_plans:
         want = dense_visible_blocks(reader)
@@ -63,7 +63,7 @@ def test_visible_blocks_and_traffic_are_the_masks(name: str, balancer: str | Non
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("name", CASES)
-def test_fetched_are_the_visible_remote_blocks_and_no_other(
+def test_a_fetch_has_the_visible_remote_blocks_and_no_other(
     name: str, balancer: str | None, world: int
 ) -> None:
     all_plans = plans(name, balancer, world)
@@ -85,7 +85,7 @@ def test_fetched_are_the_visible_remote_blocks_and_no_other(
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_arrive_where_their_slots_say(name: str) -> None:
-    """Send each row's own global position instead of keys."""
+    """Send the global position of each row instead of keys."""
     all_plans = plans(name, "ptrr", 3)
     batch = max(len(plan.fetch.slots) for plan in all_plans)
     sent = []

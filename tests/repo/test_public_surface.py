@@ -67,7 +67,7 @@ def plain(default: Any) -> Any:
 
 
 def members(cls: type) -> Iterator[str]:
-    """List public fields, properties and methods that the package's own classes define."""
+    """List public fields, properties and methods that classes of the package define."""
     own = [base for base in cls.__mro__ if base.__module__.startswith("tritoncp.")]
     names = {name for base in own for name in [*vars(base), *inspect.get_annotations(base)]}
     for name in sorted(name for name in names if not name.startswith("_")):

@@ -74,7 +74,7 @@ def sort_all_scores(
     st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 3)),
     st.integers(0, 2**31),
 )
-def test_chosen_keys_are_those_of_sorted_scores(
+def test_chosen_keys_have_the_highest_scores(
     kind: str, block_size: int, pool: str, summed: bool, activation: str, forced: tuple[bool, int, int],
     seed: int,
 ) -> None:  # fmt: skip

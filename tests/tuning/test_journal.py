@@ -49,7 +49,7 @@ def test_two_runs_do_not_write_to_one_journal(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["17", '{"finding": ', "[" * 100_000, "\udcff", ""])
-def test_a_malformed_line_costs_that_line_alone(tmp_path, line):
+def test_a_malformed_line_loses_only_that_line(tmp_path, line):
     """In place of the finding about the first candidate, and as the last line, without an end."""
     path = tmp_path / "journal.jsonl"
     run(tmp_path)

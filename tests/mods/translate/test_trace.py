@@ -44,7 +44,7 @@ def test_captured_numbers_are_arguments() -> None:
     assert torch.equal(run_mask(two), eager_mask(window(5)))
 
 
-def test_one_is_a_number_too() -> None:
+def test_the_number_one_is_handled_like_other_numbers() -> None:
     """The value 1 of an argument, which Triton makes a constant, gives the same result."""
     for width in (1, 0, -1, 16, 2**40):
         assert torch.equal(run_mask(mask_mod(window(width))), eager_mask(window(width)))
