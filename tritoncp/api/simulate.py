@@ -226,8 +226,8 @@ class World:
         chosen = [None] * self.world_size if selections is None else selections
         self._count(chosen)
         passed = [
-            Arguments(*shard, score_mod, None, None, positions=None, selected=one, **options)
-            for *shard, one in zip(queries, keys, values, chosen)
+            Arguments(q, k, v, score_mod, None, None, positions=None, selected=one, **options)
+            for q, k, v, one in zip(queries, keys, values, chosen, strict=True)
         ]
         passed = list(map(validate.check_arguments, passed))
         plan = self._shared_plan(mask, passed)
