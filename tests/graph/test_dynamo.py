@@ -11,8 +11,8 @@ from torch.library import opcheck
 from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
-from tests.graph.compiled_calls import Compiled
 from tests.draws import by_turns
+from tests.graph.compiled_calls import Compiled
 from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
 from tritoncp.call import autograd, plan_cache, traced

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tritoncp
 from tests.command_process import run_code
-from tests.graph.compiled_calls import Compiled
 from tests.draws import by_turns
+from tests.graph.compiled_calls import Compiled
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, shard, simulate
 from tritoncp.graph import handle_ops
 
