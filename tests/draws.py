@@ -1,5 +1,5 @@
 """Draws of hypothesis: 40 of each law, 150 with ``--hypothesis-profile=wide``, as in ``make test-all``; and
-pairs of values, some of which are for ``make test-all`` alone."""
+pairs of values, some of them only for ``make test-all``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def few(share: int = 4) -> settings:
 
 
 def by_turns(names: Iterable[Any], values: Sequence[Any]) -> list[Any]:
-    """Pair each name with one of the values, which take turns; all other pairs are marked long."""
+    """Pair each name with one of the values in turn; all other pairs are marked long."""
     names = list(names)
     return [
         pytest.param(name, value, marks=[pytest.mark.long] * (value != values[i % len(values)]))
