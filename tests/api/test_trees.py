@@ -207,7 +207,7 @@ def test_edges_are_the_pairs_of_neighbours_on_paths(batch, world_size, balancer)
 
 @given(common.filter(any))
 def test_unpack_inverts_pack(lists) -> None:
-    """The tree is the trie: every beginning is stored once, its weight is the number of trajectories."""
+    """Beginnings that trajectories share are stored once, and their weight is the number of trajectories."""
     packed = tritoncp.pack_trajectories(lists)
     assert [x.tolist() for x in packed.unpack(packed.tokens)] == lists
     values = torch.ones(len(packed.tokens), dtype=torch.float64, requires_grad=True)
