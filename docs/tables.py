@@ -121,7 +121,7 @@ def format_balance() -> str:
 
 def format_scale() -> str:
     """Measure whole plans with `schedule="auto"`, and format the maxima over masks for each balancer."""
-    rows = {balancer: [balancer] for balancer in balancers}
+    rows = {balancer: [balancer] for balancer in COMPARED}
     heads = ["balancer"]
     for tokens, world_size in SCALES:
         masks = [Problem(name, tokens).block_mask() for name in SCALED]

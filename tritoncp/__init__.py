@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tritoncp.api.reshard import reshard as reshard
     from tritoncp.api.reshard import unshard as unshard
     from tritoncp.api.roll import roll as roll
+    from tritoncp.api.selected_keys import select_keys as select_keys
     from tritoncp.api.shards import positions as positions
     from tritoncp.api.shards import shard as shard
     from tritoncp.api.simulate import simulate as simulate
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from tritoncp.planning.packer import pack_batches as pack_batches
     from tritoncp.planning.packer import pack_stream as pack_stream
     from tritoncp.planning.plan import Plan as Plan
+    from tritoncp.selection.selection import Selection as Selection
 
 
 def _find_kernels() -> None:
@@ -110,6 +112,8 @@ _WHERE = {
     "masks.prefix_tree": ("tree",),
     "masks.varlen": ("varlen_mask",),
     "api.simulate": ("simulate",),
+    "api.selected_keys": ("select_keys",),
+    "selection.selection": ("Selection",),
 }
 _MODULE_OF = {name: f"tritoncp.{module}" for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)

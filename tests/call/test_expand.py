@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -58,6 +58,12 @@ def inputs(
         (LATENT, KV_HEADS * (D - ROPE + E)), (LATENT,), (batch, HEADS, length, E),
     ]  # fmt: skip
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def plain_and_compiled(names: Iterable[str], few: int) -> list[Any]:
+    """Pair names with False and True; compiled, all but the last ``few`` are marked long."""
+    pairs, compiled = [(name, False) for name in names], [(name, True) for name in names]
+    return pairs + [pytest.param(*x, marks=pytest.mark.long) for x in compiled[:-few]] + compiled[-few:]
 
 
 def leaves_of(x: list[Tensor]) -> list[Tensor]:
@@ -153,9 +159,9 @@ FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {  # of the parameters weight
 
 
 @cpu_engine
-@pytest.mark.parametrize("name", FORMS)
-def test_parameters_come_in_any_form(name: str) -> None:
-    """Calls are plain, compiled, and in a simulated world. The caller's latent is not edited."""
+@pytest.mark.parametrize(("name", "compiled"), plain_and_compiled(FORMS, few=2))
+def test_parameters_come_in_any_form(name: str, compiled: bool) -> None:
+    """Calls are plain and in a simulated world, or compiled. The caller's latent is not edited."""
     torch.compiler.reset()
     x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24, BLOCK_SIZE=4)
     q, latent, weight, scale = leaves = [torch.nn.Parameter(one) for one in leaves_of(x)]
@@ -170,7 +176,8 @@ def test_parameters_come_in_any_form(name: str) -> None:
         outs = world.flex_attention(*shards, None, plan, enable_gqa=True, expand=expand)
         return world.unshard(outs, plan, dim=2)
 
-    for call in (alone, torch.compile(alone, backend="aot_eager", fullgraph=True), apart):
+    fast = torch.compile(alone, backend="aot_eager", fullgraph=True)
+    for call in (fast,) if compiled else (alone, apart):
         out = call(q, latent)
         agree([out.detach(), *torch.autograd.grad(out, leaves, x[4])], want)
         with torch.no_grad():
@@ -179,8 +186,7 @@ def test_parameters_come_in_any_form(name: str) -> None:
 
 
 @cpu_engine
-@pytest.mark.parametrize("rows", [2, 7, 23])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("rows", "compiled"), [(2, False), (7, False), (23, False), (2, True), (23, True)])
 def test_a_function_that_cuts_rows_is_refused(rows: int, compiled: bool) -> None:
     """It is refused also if it passes the first check, which has two rows."""
     torch.compiler.reset()
@@ -215,8 +221,7 @@ CONSTANTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 @cpu_engine
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize(("name", "compiled"), plain_and_compiled(CONSTANTS, few=2))
 def test_a_function_without_a_derivative_has_gradients_of_zero(name: str, compiled: bool) -> None:
     torch.compiler.reset()
     x, fn, mask = inputs(12), CONSTANTS[name], create_block_mask(causal(), 1, 1, 12, 12, BLOCK_SIZE=4)

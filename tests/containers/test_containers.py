@@ -224,9 +224,9 @@ def test_spawned_workers_of_a_loader_take_and_give_masks():
 def test_a_copy_of_the_last_reference_has_the_same_mask():
     """This holds also for a copy of its leaf on another device: the original is freed when the tree is put
     together."""
-    for name in MASKS:
-        leaves, spec = tree_flatten(MASKS[name]())
-        gc.collect()
+    flat = {name: tree_flatten(make()) for name, make in MASKS.items()}
+    gc.collect()
+    for name, (leaves, spec) in flat.items():
         assert torch.equal(attend(x_of(), tree_unflatten(leaves, spec)), answer(name))
 
 

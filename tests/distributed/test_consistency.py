@@ -198,6 +198,7 @@ def calls_with_a_mesh(mesh, schedule, rank=0):
         "unshard": lambda: tritoncp.unshard(q(), placed, mesh, dim=2),
         "reshard": lambda: tritoncp.reshard(q(), schedule and placed, None, mesh, dim=2),
         "roll": lambda: tritoncp.roll(q(), plan, 1, mesh, dim=2),
+        "select_keys": lambda: tritoncp.select_keys(q(), q(), top=2, block_mask=placed, mesh=mesh),
         "ContextParallel": lambda: attend(q(), q(), q(), block_mask=placed),
     }
     if schedule is None:

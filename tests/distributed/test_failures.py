@@ -187,6 +187,7 @@ def calls_with_a_mistake(plan: tritoncp.Plan, mesh: Any) -> tuple[dict[str, Any]
             "unshard": lambda: tritoncp.unshard(x[:, :, :3], plan, mesh, dim=2),
             "reshard": lambda: tritoncp.reshard(x[:, :, :3], plan, None, mesh, dim=2),
             "roll": lambda: tritoncp.roll(x[:, :, :3], plan, 1, mesh, dim=2),
+            "select_keys": lambda: tritoncp.select_keys(few, few, top=0, block_mask=plan, mesh=mesh),
             "varlen_attention": lambda: tritoncp.varlen_attention(packed, packed, packed, edges, mesh=mesh),
             "dual_chunk_to_contiguous": lambda: tritoncp.dual_chunk_to_contiguous(x, edges, mesh, **place),
             "contiguous_to_dual_chunk": lambda: tritoncp.contiguous_to_dual_chunk(x, edges, mesh, **place),
@@ -230,7 +231,14 @@ def calls_with_a_mistake(plan: tritoncp.Plan, mesh: Any) -> tuple[dict[str, Any]
 def test_calls_with_a_mistake_are_of_every_public_function() -> None:
     plan = tritoncp.make_plan(mask_of(), world_size=2, rank=0)
     alone, together = calls_with_a_mistake(plan, None)
-    without_arguments = {"causal", "plan_cache_clear", "plan_cache_info", "SAVE_OPS", "balancers"}
+    without_arguments = {
+        "causal",
+        "Selection",
+        "plan_cache_clear",
+        "plan_cache_info",
+        "SAVE_OPS",
+        "balancers",
+    }
     named = {re.split(r"[ ,]", name)[0] for name in (*alone, *together)}
     assert named == {*tritoncp.__all__} - without_arguments
     with_mesh = {name for name in named if "mesh" in inspect.signature(getattr(tritoncp, name)).parameters}
@@ -390,8 +398,8 @@ FAULTS_IN_GRAPHS: dict[str, tuple[Fault, str, str]] = {  # fault, error of the r
 
 @pytest.mark.parametrize(
     "name",
-    ["dtypes", "key", "arguments", "arguments, in a graph with breaks", "no graph"]
-    + [pytest.param(x, marks=pytest.mark.long) for x in ("length", "option", "dq")],
+    ["dtypes", "arguments", "arguments, in a graph with breaks"]
+    + [pytest.param(x, marks=pytest.mark.long) for x in ("length", "option", "dq", "key", "no graph")],
 )
 def test_compiled_calls(name: str) -> None:
     """The error is raised at run time, while the call is traced, or in the backward pass."""

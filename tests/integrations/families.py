@@ -331,7 +331,9 @@ def shorten(reason: str) -> str:
     """
     text = re.sub(r"\b\w+Config\b", "this config", reason.partition(". ")[0])
     text = re.sub(r": run \w+( model)? (on whole sequences, )?without shard_batch$", "", text)
-    return re.sub(r"^(not tried: )?\w+: | \(\w+(, \w+)*\)", "", text)
+    text = re.sub(r"^(not tried: )?\w+: | \(\w+(, \w+)*\)", "", text)
+    missing = re.search("required positional argument|(have to|must) specify", text)
+    return "the model needs inputs besides tokens" if missing else text
 
 
 WAYS = "**One process: {}. Several ranks: {}. Packed documents: {}.**"

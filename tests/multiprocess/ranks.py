@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -18,13 +19,13 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # before a fork: each rank would load it anew, for seconds
 import torch.distributed as dist
 
 from tritoncp.core.processes import use_loopback_interface
@@ -49,6 +50,7 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 24
 
     fn may be a closure; :func:`attempt` in it returns the errors of all ranks of a failing call.
     """
+    load_compiler()
     with tempfile.TemporaryDirectory() as folder:
         children, pipes = {}, {}
         try:
@@ -66,6 +68,13 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 24
                 os.waitpid(pid, 0)
             for pipe in pipes:
                 pipe.close()
+
+
+@cache
+def load_compiler() -> None:
+    """Compile a function in this process, before its first fork: each rank that compiles would spend a second
+    on what Dynamo and AOTAutograd import and keep at their first graph."""
+    torch.compile(lambda x: (x.sin() @ x).sum(), backend="aot_eager")(torch.eye(2, requires_grad=True))
 
 
 def run_program(world_size: int, path: Path, result: Callable[[dict[str, Any], str], Any]) -> list[Any]:
@@ -218,6 +227,7 @@ def _collect(pipes: dict[Connection, int], world_size: int, deadline: float) -> 
 
 def _join(rank: int, world_size: int, path: Path, timeout: float) -> None:
     """Make the gloo world of forked ranks, whose store is a file."""
+    gc.freeze()  # a collection would write to all memory that a rank shares with its parent
     if inductor := sys.modules.get("torch._inductor.async_compile"):
         inductor.AsyncCompile.pool.cache_clear()  # a fork lacks the threads of its parent
     use_loopback_interface()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def run_fsdp(group: Any) -> Any:
 
 
 def test_fsdp2_gathers_parameters_once_for_all_chunks():
-    for (got, sent), (want, sent_eagerly), joined in ranks.run(2, run_fsdp):
+    for (got, sent), (want, sent_eagerly), joined in run_on_two_ranks()["fsdp"]:
         assert all(map(torch.equal, got, want))
         assert sent == sent_eagerly and sent["c10d::_allgather_base_"] > 0
         assert joined == [{"cat": 2, "sum": 2}]
@@ -122,7 +123,8 @@ def run_sequence_parallel(group: Any, dim: str) -> Any:
 
 @pytest.mark.parametrize("dim", [pytest.param("batch", marks=pytest.mark.long), "seq"])
 def test_chunks_of_sequence_parallel_layers_gather_their_rows(dim):
-    for got, want in ranks.run(2, run_sequence_parallel, dim):
+    results = run_on_two_ranks()["seq"] if dim == "seq" else ranks.run(2, run_sequence_parallel, dim)
+    for got, want in results:
         assert all(map(torch.equal, got, want)) and len(got) == 6
 
 
@@ -140,4 +142,14 @@ def run_gathered_attention(group: Any) -> str:
 
 
 def test_gathers_of_rows_for_attention_are_refused_by_sequence():
-    assert all("node all_gather_into_tensor" in said for said in ranks.run(2, run_gathered_attention))
+    assert all("node all_gather_into_tensor" in said for said in run_on_two_ranks()["gathered"])
+
+
+@cache
+def run_on_two_ranks() -> dict[str, Any]:
+    """Return the results of both ranks for tests that are not long, from one start of ranks."""
+    parts = {
+        "fsdp": run_fsdp, "seq": partial(run_sequence_parallel, dim="seq"), "gathered": run_gathered_attention
+    }  # fmt: skip
+    results = ranks.run(2, lambda group: [part(group) for part in parts.values()])
+    return dict(zip(parts, zip(*results), strict=True))

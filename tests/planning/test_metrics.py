@@ -4,10 +4,12 @@ send."""
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import product
 
 import pytest
 import torch
 
+from tests.draws import by_turns
 from tests.planning.memory_meter import measure
 from tritoncp import Mask, Plan, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.planning.build import build
@@ -42,12 +44,13 @@ def masks() -> dict[str, Mask]:
 MASKS = masks()
 
 
-@pytest.mark.parametrize("balancer", ["ptrr", "contiguous"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("mask_and_schedule", "balancer"), by_turns(product(MASKS, SCHEDULES), ("ptrr", "contiguous"))
+)
 def test_predicted_memory_and_bytes_are_those_of_the_schedules_buffers_and_messages(
-    name: str, schedule: str, balancer: str, monkeypatch: pytest.MonkeyPatch
+    mask_and_schedule: tuple[str, str], balancer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, schedule = mask_and_schedule
     monkeypatch.setattr(Plan, "tables", lambda *_: None)  # their bytes are not predicted
     monkeypatch.setattr(Plan, "fetch_rows", lambda plan, device: plan.fetch.rows.to(device))
     shapes = [shape for shape in SHAPES.values() if shape.batch >= MASKS[name].B]

@@ -12,11 +12,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, run_inner_attention
-from tritoncp.api.keywords import advice
 from tritoncp.api.plans import MaskLike
 from tritoncp.call import traced
 from tritoncp.call.autograd import forward_op
 from tritoncp.call.key_exchange import send_keys_op
+from tritoncp.core.suggestions import advice
 from tritoncp.graph import handle_ops
 from tritoncp.graph.reshard import reshard_op
 from tritoncp.graph.roll import roll_op

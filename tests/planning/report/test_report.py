@@ -52,7 +52,13 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("documents", "one rank", "one block")))
+        for name in PLANS
+    ],
+)
 def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path) -> None:
     plan: Plan = PLANS[name]
     figure = plan.plot(tmp_path / "new" / "folder" / "plan.png")
