@@ -94,8 +94,8 @@ def test_check_reports_a_regression(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.long
 def test_measured_tiles_are_listed_checked_and_kept(monkeypatch, tmp_path) -> None:
-    """Tiles of every kind, of which a dK/dV spills: compiled, written, and dropped when they are no longer
-    shipped."""
+    """Tiles of every kind, including a dK/dV that spills, are compiled, written, and dropped when they are
+    not shipped any more."""
     folder = tmp_path / "configs"
     good, bad = Config(64, 64, 4, 2, USE_TMA=True), Config(128, 128, 4, 2)
     entry_key = {"dtype": "bfloat16", "head_dim": 64, "mask": "interval"}

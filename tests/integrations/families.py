@@ -50,7 +50,7 @@ MOST_WEIGHTS = 20_000_000
 
 
 def options_of(family: str) -> dict[str, Any]:
-    """Return the values of a config that a family needs besides."""
+    """Return further values of a config that a family needs."""
     options = TABLE["options"].get(family, {})
     return TABLE["options"][options] if isinstance(options, str) else options
 
@@ -200,7 +200,7 @@ def train_alone(model: Any, batch: dict[str, Any], labels: Tensor | None) -> dic
 
 
 def loss_of(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
-    """Return the part in the mean loss of ``count`` labels that these have."""
+    """Return the part that these labels have in the mean loss of ``count`` labels."""
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
 
 
@@ -212,8 +212,8 @@ def backward(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def train_on_ranks(group: Any, family: str, head: str, variant: dict[str, Any]) -> list[Any]:
-    """Return the sums over ranks of loss and gradients, of one text a row and of packed documents, and
-    whether the loss is that of the logits; or messages."""
+    """Return the sums over ranks of loss and gradients, for one text per row and for packed documents, and
+    whether the loss equals the loss of the logits; or messages."""
     model = build(family, head, "tritoncp", variant)
     return [
         attempt(partial(sum_over_ranks, group, model, make_batch(packed, family))) for packed in (False, True)
