@@ -273,7 +273,7 @@ class World:
 
     @property
     def _places(self) -> list[tuple[str, int, int]]:
-        """The places of all ranks, as of :func:`tritoncp.api.group_call.place_in_group`."""
+        """The places of all ranks, as of :func:`tritoncp.distributed.groups.place_in_group`."""
         return [("", self.world_size, rank) for rank in range(self.world_size)]
 
     def _checked(self, plan_or_mask: Any) -> Any:
