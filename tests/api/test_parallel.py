@@ -197,7 +197,7 @@ def compiled_on_ranks(group):
 
 @pytest.mark.long
 def test_compiled_on_two_ranks_is_eager_on_two_ranks():
-    for results in ranks.run(2, compiled_on_ranks, timeout=120):
+    for results in ranks.run(2, compiled_on_ranks):
         for eager, fast in zip(results[::2], results[1::2], strict=True):
             for a, b in zip(eager, fast, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

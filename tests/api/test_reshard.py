@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -153,7 +152,7 @@ def test_rows_of_every_dtype_move_between_real_ranks() -> None:
     xs = {dtype: rows_of(dtype)[:2] for dtype in dtypes()}
 
     def work(group: Any) -> dict[str, list[bool]]:
-        few, results = dist.new_group(timeout=timedelta(seconds=60)), {}
+        few, results = dist.new_group(timeout=ranks.PATIENCE), {}
         one, _, two, *_ = [plan and plan.pinned().for_rank(group.rank()) for plan in plans_of_ranks(2)]
         for dtype, x in xs.items():
             part = shard(x, one, few, dim=1)
@@ -300,7 +299,7 @@ def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
     """Sequences have any length, also one that the ranks cannot share evenly."""
 
     def work(group: Any) -> list[Any]:
-        few, results = dist.new_group(timeout=timedelta(seconds=20)), []
+        few, results = dist.new_group(timeout=ranks.PATIENCE), []
         for order in (None, tritoncp.causal()):
             for length in range(9):
                 x = torch.arange(length)
@@ -349,13 +348,13 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
         }
         results = []
         for pattern, (part, source, target) in (calls | gathers).items():
-            few = dist.new_group(timeout=timedelta(seconds=20))
+            few = dist.new_group(timeout=ranks.PATIENCE)
             if pattern in gathers and (target or first):
                 call = partial(unshard, part, source, few, dim=0, grad=target)
             else:
                 call = partial(reshard, part, source, target, few, dim=0)
             results.append((pattern, ranks.attempt(call)))
-        few, counts = dist.new_group(timeout=timedelta(seconds=20)), []
+        few, counts = dist.new_group(timeout=ranks.PATIENCE), []
         pairs = [(None, one), (None, one), (one, None), (None, None), (None, one), (None, None)]
         with mock.patch.object(collectives, "exchange", wraps=collectives.exchange) as exchange:
             for is_checked in (False, True):  # TRITONCP_CHECK
@@ -365,7 +364,7 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
                         counts.append(exchange.call_count)
         return [*results, counts]
 
-    for *results, counts in ranks.run(2, answers, timeout=120):
+    for *results, counts in ranks.run(2, answers):
         assert counts == [1, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9]
         for pattern, text in results:
             assert re.match(f"Disagreement: the ranks differ in {pattern}", text), text

@@ -137,9 +137,9 @@ def shared() -> Model:
 
 
 MODELS = {
-    "a parameter of three layers": (shared, "seq", 3),
+    "a parameter of three layers": (shared, "seq", 2),
     "a layer called three times": (lambda: Model(Plain(), calls=3), "seq", 2),
-    "a counter of calls": (Counted, "seq", 2),
+    "a counter of calls": (Counted, "seq", 3),
     "attention": (lambda: Model(Block()), "batch", 2),
     "torch's attention": (lambda: Model(Block(torch_attention=True)), "batch", 2),
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -58,6 +60,7 @@ TRANSPOSED = {
 ROUTE = replace(CALL, options={"ROUTE": "gluon"}, loss="forward")
 GLUON = {
     "causal": replace(ROUTE, dims=(128, 128)),
+    "whole tiles": replace(ROUTE, group=1, mask=("everything", 0), length=256, kv_length=1024),
     "once around its rings": replace(ROUTE, group=1, mask=("everything", 0), length=100, kv_length=700),
 }
 
@@ -81,8 +84,18 @@ def test_transposed_products(name: str) -> None:
         check(TRANSPOSED[name])
 
 
+@contextmanager
+def route_is_taken() -> Iterator[None]:
+    """Raise where a step goes by the loops, as it does if its results by the route are wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RequestedRouteWarning)
+        yield
+
+
 @pytest.mark.parametrize("name", GLUON)
 def test_gluon(name: str) -> None:
-    """Its kernel is written for Hopper: other GPUs take the loops, and say so."""
-    with nullcontext() if COMPILED == "sm_90" else pytest.warns(RequestedRouteWarning, match="loops"):
+    """Tiles of masked blocks, full ones around the rings, and full ones without a ragged end.
+
+    Its kernel is written for Hopper: other GPUs take the loops, and say so."""
+    with route_is_taken() if COMPILED == "sm_90" else pytest.warns(RequestedRouteWarning, match="loops"):
         check(GLUON[name])

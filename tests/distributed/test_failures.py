@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tritoncp
-from tests.multiprocess.ranks import attempt, run
+from tests.multiprocess.ranks import PATIENCE, attempt, run
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.reference.dense import dense_attention
@@ -67,7 +67,7 @@ def train(group: Any, plan: tritoncp.Plan, step: int, fault: Fault | None = None
 
 
 def fresh_group() -> Any:
-    return dist.new_group(timeout=timedelta(seconds=30))
+    return dist.new_group(timeout=PATIENCE)
 
 
 # -- faults ------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def test_compiled_calls(name: str) -> None:
     fault, own, published = FAULTS_IN_GRAPHS[name]
     fullgraph = not name.endswith("breaks")
     fast = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=fullgraph)
-    check_skips(run(3, skip_bad_batches, "ring", fault, 1, fast, timeout=120), 1, own, published)
+    check_skips(run(3, skip_bad_batches, "ring", fault, 1, fast), 1, own, published)
 
 
 def test_a_missing_backward_pass_is_reported_if_checks_are_on(

@@ -37,11 +37,17 @@ if not torch.cuda.is_available():
     torch.ones((), requires_grad=True).backward()
 
 
+# The timeout of groups for which no test waits, and of whole runs: a busy machine may stop a rank for long.
+PATIENCE = timedelta(seconds=240)
+
+
 class RankFailed(AssertionError):
     """Raised where a rank died or did not answer in time."""
 
 
-def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+def run(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = PATIENCE.total_seconds()
+) -> list[Any]:
     """Run ``fn(group, *args)`` on every rank of a new gloo world, CPU only; return the results, by rank.
 
     group: the world's ProcessGroup; ``group.rank()`` is the rank of the process. Results come back pickled.

@@ -108,22 +108,26 @@ def test_tensor_parallel_layers_are_cut_and_sum_the_tokens_of_a_chunk_between_ra
         assert joined["sum"] == 3
 
 
-def run_sequence_parallel(group: Any, dim: str) -> Any:
+def run_sequence_parallel(group: Any, dim: str, chunks: int) -> Any:
     torch.manual_seed(0)
     mesh, model = init_device_mesh("cpu", (2,)), Model(FeedForward())
     whole = copy.deepcopy(model)
     for layers in (model.layers, whole.layers):
         parallelize_module(layers[0], mesh, SEQUENCE_PARALLEL)
     x = torch.randn(7, 7, WIDTH) + group.rank()
-    want = step(in_chunks(whole, 3, dim), x)
-    mark(x, ("batch", "seq").index(dim), 3)
-    got = step(compiled(model, lambda gm: chunk(gm, dim=dim, chunks=3)), x)
+    want = step(in_chunks(whole, chunks, dim), x)
+    mark(x, ("batch", "seq").index(dim), chunks)
+    got = step(compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks)), x)
     return got, want
 
 
-@pytest.mark.parametrize("dim", [pytest.param("batch", marks=pytest.mark.long), "seq"])
-def test_chunks_of_sequence_parallel_layers_gather_their_rows(dim):
-    results = run_on_two_ranks()["seq"] if dim == "seq" else ranks.run(2, run_sequence_parallel, dim)
+@pytest.mark.parametrize(
+    ("dim", "chunks"),
+    [("seq", 2), *(pytest.param(dim, 3, marks=pytest.mark.long) for dim in ("batch", "seq"))],
+)
+def test_chunks_of_sequence_parallel_layers_gather_their_rows(dim, chunks):
+    few = chunks == 2
+    results = run_on_two_ranks()["seq"] if few else ranks.run(2, run_sequence_parallel, dim, chunks)
     for got, want in results:
         assert all(map(torch.equal, got, want)) and len(got) == 6
 
@@ -148,8 +152,7 @@ def test_gathers_of_rows_for_attention_are_refused_by_sequence():
 @cache
 def run_on_two_ranks() -> dict[str, Any]:
     """Return the results of both ranks for tests that are not long, from one start of ranks."""
-    parts = {
-        "fsdp": run_fsdp, "seq": partial(run_sequence_parallel, dim="seq"), "gathered": run_gathered_attention
-    }  # fmt: skip
+    in_sequence = partial(run_sequence_parallel, dim="seq", chunks=2)
+    parts = {"fsdp": run_fsdp, "seq": in_sequence, "gathered": run_gathered_attention}
     results = ranks.run(2, lambda group: [part(group) for part in parts.values()])
     return dict(zip(parts, zip(*results), strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tritoncp
-from tests.multiprocess.ranks import attempt, run
+from tests.multiprocess.ranks import PATIENCE, attempt, run
 from tritoncp.call import plan_cache
 from tritoncp.call.prepare import MAX_SCALES
 from tritoncp.distributed import collectives
@@ -94,7 +93,7 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
         for name, (_, values, _) in DIFFERENCES.items():
             own = {name: values[group.rank()]}
             sizes, options = (SIZES | own, {}) if name in SIZES else (SIZES, own)
-            few = dist.new_group(timeout=timedelta(seconds=20))
+            few = dist.new_group(timeout=PATIENCE)
             for mask in (tritoncp.make_plan(mask_of(), few), mask_of()):
                 go = functools.partial(attend, mask, few, enable_gqa=True)
                 if name not in ("return_lse", "sinks"):
@@ -102,7 +101,7 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
                 said.append((name, attempt(lambda: go(shards(**sizes), **options))))  # noqa: B023
         return said
 
-    for said in run(2, work, timeout=120):
+    for said in run(2, work):
         for name, text in said:
             field, _, texts = DIFFERENCES[name]
             assert text.startswith(f"Disagreement: the ranks differ in {field}: rank 0 against rank 1"), text
@@ -132,7 +131,7 @@ def test_a_compiled_call_is_compared_too() -> None:
         score = [softcap, halved][group.rank()]
         return attempt(lambda: fast(*shards(), score, plan, mesh=group))
 
-    for text in run(2, work, timeout=120):
+    for text in run(2, work):
         assert "the ranks differ in score_mod: rank 0 against rank 1" in text
 
 
@@ -170,7 +169,7 @@ def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> Non
         counts = [count_exchanges(call) for call in (with_floats, with_learned, with_scales, uneven)]
         return counts, outs[-1]
 
-    (counts, first), (second_counts, second) = run(2, work, timeout=120)
+    (counts, first), (second_counts, second) = run(2, work)
     assert counts == second_counts and counts[:2] == [1, 1]
     assert counts[2] == MAX_SCALES, "a scale that changes at every step is not compared for ever"
     assert counts[3] == 2 * 3 + 1  # three plans of new masks, one signature
@@ -188,7 +187,7 @@ def test_parts_of_a_batch_are_compared_by_their_rows() -> None:
         parts = [tritoncp.make_plan(mask, group).batch_rows(row, 1) for row in (0, 1)]
         call = lambda part, group: tritoncp.flex_attention(*shards(), part, group)  # noqa: E731
         counts = [count_exchanges(lambda i=i: call(parts[i], group)) for i in (0, 1, 0, 1)]
-        few = dist.new_group(timeout=timedelta(seconds=20))
+        few = dist.new_group(timeout=PATIENCE)
         own = tritoncp.make_plan(mask, few).batch_rows(group.rank(), 1)
         return counts, attempt(lambda: call(own, few))
 
@@ -250,7 +249,7 @@ def local_calls(group: Any, count: int) -> tuple[list[int], int]:
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_calls_of_one_rank_evict_no_plan_of_a_group(count: int) -> None:
     tritoncp.plan_cache_clear()
-    (first, plans), (second, _) = run(2, local_calls, count, timeout=20 + count / 5)
+    (first, plans), (second, _) = run(2, local_calls, count)
     assert first == second == [3, 0]
     assert plans == tritoncp.plan_cache_info().most + 1  # of this process alone, and the group's
 
@@ -268,7 +267,7 @@ def test_every_rank_evicts_the_same_plans_of_a_group(monkeypatch: pytest.MonkeyP
             counts.append(count_exchanges(lambda m=mask: tritoncp.flex_attention(q, q, q, m, group)))
         return counts[-2:]
 
-    assert run(2, work, timeout=120) == [[2, 0]] * 2
+    assert run(2, work) == [[2, 0]] * 2
 
 
 def test_a_new_group_shares_nothing_with_a_destroyed_one(tmp_path: Path) -> None:
@@ -293,8 +292,8 @@ def test_ranks_may_be_in_different_numbers_of_groups(schedule: str) -> None:
     """Rank 0 may have another group, for example for evaluation."""
 
     def work(group: Any) -> Tensor:
-        own = dist.new_group([0], timeout=timedelta(seconds=20))
-        both = dist.new_group(timeout=timedelta(seconds=20))
+        own = dist.new_group([0], timeout=PATIENCE)
+        both = dist.new_group(timeout=PATIENCE)
         if group.rank() == 0:
             tritoncp.flex_attention(*shards(), tritoncp.causal(), own)
         plan = tritoncp.make_plan(mask_of(), both, schedule=schedule)
