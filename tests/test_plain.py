@@ -8,7 +8,7 @@ LEFT_OUT = 5  # pytest's exit status where no test was selected
 
 
 def run_sample(count: int, *rooms: str, marks: str, **environment: str) -> None:
-    """Run the sample in one process, apart from settings that this process has from tests."""
+    """Run the sample in one process, without the settings that tests gave to this process."""
     words = ["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", marks, f"--plain={count}", *rooms]
     done = python(*words, PYTHONPATH="", **environment)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr

@@ -220,7 +220,7 @@ def test_a_fault_in_a_case_fails_that_case_alone(fault, why, processes, monkeypa
     start = run.WorkerPool._start
     monkeypatch.setattr(run.WorkerPool, "_start", lambda pool: started.append(1) or start(pool))
     monkeypatch.setattr(cases, "flex_attention", planted)
-    code, report = check("--only=[ao]*-causal-float32", "--jobs=1")  # calls of simulated ranks are others
+    code, report = check("--only=[ao]*-causal-float32", "--jobs=1")  # simulated ranks make other calls
     assert code == 1 and report["stopped"] is None and len(started) == processes
     right = {"one-device": False, "allgather": True}
     assert {case["schedule"]: case["right"] for case in report["cases"]} == right
@@ -281,7 +281,7 @@ def test_the_error_names_numpy_where_it_is_missing(monkeypatch):
 
 
 def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch):
-    """Interpreted kernels beside a GPU: the check would pass without testing the GPU."""
+    """With interpreted kernels on a machine with a GPU, the check would pass without testing the GPU."""
     gpu = {"index": 0, "name": "NVIDIA H200", "architecture": "sm_90", "memory_gib": 139.8}
     monkeypatch.setattr(doctor, "devices", lambda: [gpu])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -79,7 +79,7 @@ def documents(sizes: Sizes, number: int) -> Rule:
 
 
 def causal_documents_of_rows(sizes: Sizes, number: int) -> Rule:
-    """Causal documents, others in each batch row."""
+    """Causal documents, different in each batch row."""
     ids = document_ids(sizes, number | 4)
     mod = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(ids=ids))
     return Rule(mod, lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv), by_row=True)
@@ -94,7 +94,7 @@ def trees(sizes: Sizes, number: int) -> Rule:
     left = (-1, number % 29, 2)[number % 3]
     parents, tables = [], []
     for ending in ends:
-        path, above, parent = [], [], []  # segments above a segment, itself included
+        path, above, parent = [], [], []  # ancestors of a segment, and itself
         for i in range(n):
             path = path[: int(torch.randint(0, len(path) + 1, (), generator=g))]
             parent.append(path[-1] if path else -1)

@@ -21,8 +21,8 @@ def run(*words: str) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 def test_a_forward_pass_is_counted_beside_torchs_template() -> None:
-    """The causal forward pass on an A100: right, without spills, and less of everything than torch's default
-    tile, whose products of matrices are the same."""
+    """The causal forward pass on an A100 is right and spills nothing. It has the matrix products of torch's
+    default tile, and less of everything else."""
     own, other = run("--arch", "sm_80", "--shape", "2x1,64x32,256", "--against", "torch")
     assert (own["who"], other["who"]) == ("tritoncp", "torch")
     assert own["error"] < 0.01 and other["error"] < 0.01 and own["spill_bytes"] == 0 < own["registers"] < 256

@@ -41,7 +41,7 @@ def tensors(**kw: Any) -> QKV:
 def test_a_kernel_option_that_only_torch_has_warns_once(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the line of the call; torch's default says nothing."""
+    """It warns at the line of the call; torch's default value does not warn."""
     monkeypatch.setattr(options, "_warned", set())
     torch.compiler.reset()
 

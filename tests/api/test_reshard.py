@@ -218,7 +218,7 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
         mesh = dist.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "ulysses"))
     plans = [
         p and replace(p, schedule="ulysses") for p in plans_of_ranks(size)
-    ]  # for which a mesh may have two
+    ]  # a mesh for them may have two
     views = [None if p is None else p.pinned().for_rank(rank) for p in plans]
     counter, results = CompileCounterWithBackend("aot_eager"), []
 
@@ -243,7 +243,7 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
             assert torch.equal(signs, shard(x > 0, target, group, dim=1))
             results[-1] += [out.detach(), grad]
     assert all(map(torch.equal, *results))
-    assert counter.frame_count <= len(views)  # one for each combination of plans and None, and sizes
+    assert counter.frame_count <= len(views)  # one graph for each pair of plans or None
     return results[1], counter.frame_count
 
 
@@ -292,11 +292,11 @@ def gather_on_ranks(group: Any, x: Tensor, y: Tensor) -> int:
 def test_unshard_is_an_op_of_a_graph_on_real_ranks_and_on_fake_tensors() -> None:
     x, y = torch.randint(-9, 9, (2, 2, S, 3)).double()  # sums are exact in any order
     for graphs in ranks.run(2, gather_on_ranks, x, y):
-        assert graphs <= 3, graphs  # two kinds of gradients, plans and natural order, and sizes
+        assert graphs <= 3, graphs  # for two kinds of gradients, plans, and sizes
 
 
 def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
-    """For sequences of any length, also one that the ranks cannot share evenly."""
+    """Sequences have any length, also one that the ranks cannot share evenly."""
 
     def work(group: Any) -> list[Any]:
         few, results = dist.new_group(timeout=ranks.PATIENCE), []

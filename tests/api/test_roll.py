@@ -109,7 +109,7 @@ def test_a_rolled_tree_equals_the_rolled_trajectories(forest, shift: int, size: 
     mod, n = tritoncp.tree(parents, lengths), sum(lengths)
     world = tritoncp.simulate(size)
     plan = world.make_plan(tritoncp.create_block_mask(mod, 1, 1, n, n, BLOCK_SIZE=2), balancer=balancer)
-    matrix = torch.zeros(n, n, dtype=torch.float64)  # of the linear map, by one step on the path at a time
+    matrix = torch.zeros(n, n, dtype=torch.float64)  # the expected result, by one step on the path at a time
     for i, source in enumerate(shifts.token_ancestors(mod.depth.long(), 1).tolist()):
         if source >= 0:
             matrix[i, source] = 1
@@ -206,7 +206,7 @@ def one_rank(group: Any, x: Tensor, y: Tensor) -> int:
 def test_real_ranks_roll_plain_and_compiled_with_changing_documents() -> None:
     x, y = torch.randint(-9, 9, (2, 2, S, 3)).double()
     for graphs in ranks.run(2, one_rank, x, y):
-        assert graphs <= 4, graphs  # two sizes of shards, the shift as a constant and as a number
+        assert graphs <= 4, graphs  # for two sizes of shards, and a constant and a symbolic shift
 
 
 def test_ranks_that_differ_raise_everywhere() -> None:

@@ -72,7 +72,7 @@ def test_the_order_is_copied_from_a_device_once(monkeypatch: pytest.MonkeyPatch)
     assert not torch.equal(contiguous_to_dual_chunk(x, edges, world_size=2), first)
     assert torch.equal(contiguous_to_dual_chunk(x, cumulative([4, 8]), world_size=2), first)
     assert copies == [1] * 3
-    with torch.inference_mode():  # whose tensors count no edits
+    with torch.inference_mode():  # inference tensors do not count edits
         edges = cumulative([4, 8])
         assert torch.equal(contiguous_to_dual_chunk(x, edges, world_size=2), first)
         edges[1] = 8

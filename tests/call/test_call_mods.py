@@ -89,7 +89,7 @@ def test_all_ranks_of_a_simulated_world_have_bits_even_if_rank_0_needs_none():
 
 def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():
     def bias(score, b, h, q, kv):
-        return score + torch.sort(NOISE[0, 0]).values[q]  # the line named
+        return score + torch.sort(NOISE[0, 0]).values[q]  # the error names this line
 
     q, k, v = inputs()
     line = bias.__code__.co_firstlineno + 1

@@ -161,7 +161,7 @@ FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {  # of the parameters weight
 @cpu_engine
 @pytest.mark.parametrize(("name", "compiled"), plain_and_compiled(FORMS, few=2))
 def test_parameters_come_in_any_form(name: str, compiled: bool) -> None:
-    """Plain and in a simulated world, or compiled. The latent of the caller is left as it was."""
+    """Calls are plain and in a simulated world, or compiled. The caller's latent is not edited."""
     torch.compiler.reset()
     x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24, BLOCK_SIZE=4)
     q, latent, weight, scale = leaves = [torch.nn.Parameter(one) for one in leaves_of(x)]
@@ -188,7 +188,7 @@ def test_parameters_come_in_any_form(name: str, compiled: bool) -> None:
 @cpu_engine
 @pytest.mark.parametrize(("rows", "compiled"), [(2, False), (7, False), (23, False), (2, True), (23, True)])
 def test_a_function_that_cuts_rows_is_refused(rows: int, compiled: bool) -> None:
-    """Also where it passes the first check, which has two rows."""
+    """It is refused also if it passes the first check, which has two rows."""
     torch.compiler.reset()
     x = inputs(24)
 
@@ -266,7 +266,7 @@ def test_expanded_calls_take_captures_sinks_statistics_and_batch_offset(schedule
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_padding_has_no_gradient_and_changes_none(schedule: str) -> None:
-    """Also for a function that has no value for padding, or no derivative."""
+    """This holds also for a function that has no value for padding, or no derivative."""
 
     def divided(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return expand_latent(latent / latent.norm(dim=-1, keepdim=True), *arguments)
@@ -327,7 +327,7 @@ def test_expanded_keys_live_for_one_step(schedule: str) -> None:
         with world:
             out = flex_attention(*shards, None, plan, enable_gqa=True, expand=(watched, *leaves[2:], 2))
         out.sum().backward()
-    assert len(earlier) == 2 * (count + 1)  # and the call that finds the sizes
+    assert len(earlier) == 2 * (count + 1)  # and one call that finds the sizes
 
 
 # -- modes, graphs and ranks ------------------------------------------------------------------------------
@@ -491,8 +491,8 @@ def test_chunks_without_a_graph_take_latents(dim: str) -> None:
 
 
 def test_auto_counts_the_latent_and_its_expansion() -> None:
-    """Latents of few channels move the choice from schedules that send few rows to those of few steps; a
-    latent of many heads costs more to expand; and no choice is Ulysses."""
+    """For latents of few channels, "auto" chooses schedules of few steps instead of schedules that send few
+    rows; a latent of many heads costs more to expand; Ulysses is never chosen."""
     mask = create_block_mask(causal(), 1, 1, 1 << 15, 1 << 15)
     layer = {"heads": 32, "kv_heads": 32, "head_dim": 192, "v_head_dim": 128}
     plan = tritoncp.make_plan(mask, world_size=8, rank=0, layer={**layer, "latent": 576})
@@ -511,7 +511,7 @@ def test_auto_counts_the_latent_and_its_expansion() -> None:
 
 
 def test_peaks_of_a_layer_have_its_expanded_keys_and_their_gradients() -> None:
-    """Keys in 16 bits; backward also their gradients, in 32 bits and rounded."""
+    """The peak has keys in 16 bits; in the backward pass also their gradients, in 32 bits and rounded."""
     shape, elements = memory.Shape(1, 4, 2, 5, 3, itemsize=2, latent=8), 64 * 2 * (5 + 3)
     peak = memory._with_expanded(build(full_mask(64, 64)), shape, memory.Peak(1, 2))
     assert peak == (1 + 2 * elements, 2 + (2 + 2 + 4) * elements)

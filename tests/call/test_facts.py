@@ -28,7 +28,7 @@ OPTIONS = {}, {"scale": 0.5}, TILE, {"return_lse": True}, SINKS
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls that reach the forward pass, each with its tensors. The pass itself is left out."""
+    """Record the calls that reach the forward pass, each with its tensors. The pass does not run."""
     seen = []
 
     def keep(calls, tensors):

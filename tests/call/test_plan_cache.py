@@ -102,7 +102,7 @@ def test_an_edited_capture_makes_a_new_plan_of_lists_and_refuses_a_compact_mask(
     with pytest.raises(RuntimeError, match=EDITED):
         flex_attention(Q, Q, Q, stale)
     expected = dense_attention(*[torch.randn(1, 2, S, 16)] * 3, fresh.mask)
-    assert expected.lse[0, 0, 0] == -torch.inf  # row 0 sees nothing now, although its block is listed
+    assert expected.lse[0, 0, 0] == -torch.inf  # now row 0 sees no key, although its block is listed
 
 
 def test_an_edited_closure_makes_a_new_plan_of_lists_and_refuses_a_compact_mask(built_plans):
@@ -222,7 +222,7 @@ def test_tensors_without_a_version_always_miss_and_are_warned_of_once(built_plan
 
 
 def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan(built_plans):
-    values = iter(range(3))  # has neither attributes nor a value to compare
+    values = iter(range(3))  # an object without attributes and without a value to compare
     sign = [1]
 
     def odd(b, h, q, kv):
@@ -302,7 +302,7 @@ def test_finding_a_plan_again_does_nothing_to_any_tensor():
 
 
 def test_calls_of_a_kind_are_checked_once(monkeypatch):
-    """Until MAX_CHECKED_CALLS kinds are remembered: then all are checked again."""
+    """After MAX_CHECKED_CALLS kinds, all are forgotten and checked again."""
     monkeypatch.setattr(plan_cache, "MAX_CHECKED_CALLS", 3)
     checked, check = [], plan_cache.validate.check_sizes
     monkeypatch.setattr(

@@ -79,7 +79,7 @@ def test_eager_chunking_splits_other_tensors_where_they_have_the_size():
 
 
 class Cross(nn.Module):
-    """Attention to a memory, which is an argument, one that is attended by itself first, or a parameter."""
+    """Attention to a memory, which is an argument, the result of attention to an argument, or a parameter."""
 
     def __init__(self, source: str, rows: int, mask: Any) -> None:
         super().__init__()

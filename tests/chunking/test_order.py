@@ -70,7 +70,7 @@ def test_an_order_keeps_dependencies_and_memory_and_is_never_slower(seed, count,
         assert before[node] <= set(nodes[:at])
         assert set(needs[node]) <= before[node] | {
             nodes[0]
-        }  # after the input, and no others without a reason
+        }  # after the input; no other nodes move without a reason
     assert result.before == written and result.after == predict_timeline(gm, UNIT)
     assert result.after.makespan <= written.makespan and result.after.peak <= memory
     assert free.after.makespan <= written.makespan

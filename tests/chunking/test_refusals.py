@@ -28,7 +28,7 @@ from tritoncp.graph.spec import decode_spec, encode_spec
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 X = torch.randn(4, 8, 6)
-FRAMES = {  # of a call, from the outermost: (file, line of code)
+FRAMES = {  # stack of a call, from the outermost frame: (file, line of code)
     "train.py": "loss = model(x)",
     "model.py": "return layer(x)",
     attention.__file__: "return forward_op(q, k, v)",
@@ -222,7 +222,7 @@ def test_nodes_without_a_module_are_inside_if_inputs_and_users_are():
         a = x.sin()
         b = (a.cos().cosh() + x).tan()  # two nodes on the way, and a sum that adds from outside
         other = x.log().sinh()
-        b.ceil()  # without a user
+        b.ceil()  # it has no user
         forward = b + other, b.exp().expm1(), (b * other).relu(), b.split(3, -1)[0], x.split(3, -1)[1]
         d, weight = a.atan(), torch.ones(6)
         return *forward, d + a, d + x, d + 1, (weight.erf() + weight.erfc()).floor()
@@ -348,7 +348,7 @@ def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():
         send(k.requires_grad_(), k, False, [], [], 1.0, plan.handle, spec)
 
 
-# Functions of x [B, S, C] whose rows are of other rows.
+# Functions of x [B, S, C] whose rows depend on other rows.
 MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "cumsum": lambda x: x.cumsum(1),
     "cumprod": lambda x: x.cumprod(-2),
@@ -396,7 +396,7 @@ def test_an_operator_along_the_sequence_warns_once_and_names_the_users_line(name
 
 
 def some(functions: dict[str, Callable[[Tensor], Tensor]]) -> list[list[str]]:
-    """Return names of functions by fives, of which a test makes one graph."""
+    """Return names of functions in groups of five, from which a test makes one graph."""
     names = list(functions)
     return [names[i : i + 5] for i in range(0, len(names), 5)]
 

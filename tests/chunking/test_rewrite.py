@@ -118,7 +118,7 @@ class Case:
             clones_one_head = copies_one_head(gm.graph)
             for node in filter(attention.is_attention, gm.graph.nodes):
                 whole = {x for x in node.all_input_nodes if getattr(x.meta.get("val"), "ndim", 0) < 3}
-                assert attention.whole_inputs(node) == whole  # the plan, and vectors and numbers of mods
+                assert attention.whole_inputs(node) == whole  # the plan, vectors and numbers of mods
             self.reports.append(chunk(gm, dim=self.dim, chunks=self.chunks))
             self.graphs.append(gm)
             assert clones_one_head or not copies_one_head(gm.graph)  # inductor would sort unbacked strides
@@ -227,7 +227,7 @@ def test_chunks_with_two_sided_masks_and_backed_sizes_have_the_results_of_the_wh
     results, whole = run.in_graph(), run.whole()
     for name, value in results.items():
         torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-4, msg=name)
-    assert max(depths) < 5  # however long the paths in a chunk are
+    assert max(depths) < 5  # for paths of any length in a chunk
     report = run.reports[0]
     assert report.keys == (2, 2) and report.waits_for_all_keys
     assert "2 by seq of 24 of 48 rows" in str(report)
@@ -248,7 +248,7 @@ def test_inductor_compiles_chunks(shape, cpu_engine):
     with fresh_cache():
         results, whole = run.run(model, call, mark_inputs=True), run.whole()
     for name, value in results.items():
-        if not name.endswith("calls"):  # each chunk is a call
+        if not name.endswith("calls"):  # each chunk is one call
             torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-4, msg=name)
     assert cut.reports[0].keys == (1, 2)
 

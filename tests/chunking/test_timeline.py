@@ -145,7 +145,7 @@ def attention_graph(plan):
     ids=["one for all", "of each row and head"],
 )
 def test_attention_takes_the_visible_blocks_of_its_plan(mask, blocks):
-    """Products of 2 and 5 matrices."""
+    """The forward pass has 2 products of matrices, the backward pass 5."""
     gm = attention_graph(tritoncp.make_plan(mask, world_size=1, rank=0))
     spans = predict_timeline(gm, replace(UNIT, memory=1e30, flops=4.0)).spans
     flops = blocks * 128 * 128 * 2 * 64
@@ -167,7 +167,7 @@ def test_attention_by_a_mask_of_unknown_documents_takes_the_time_of_all_pairs():
 
 @pytest.mark.parametrize("dim", ["seq", "batch"])
 def test_attention_of_chunks_takes_the_time_of_the_whole(dim):
-    """In equal parts of the batch; each chunk of the sequence sees more keys than the one before."""
+    """Chunks of the batch take equal parts; each chunk of the sequence sees more keys than the one before."""
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=16)
     plan = tritoncp.make_plan(mask)
     gm = forward_graph(attend_by(plan), torch.randn(8, 64, 6))
@@ -242,7 +242,7 @@ def test_inputs_live_to_the_end_unless_the_graph_frees_them():
 
 
 def test_a_result_shares_memory_with_the_argument_of_its_alias_alone():
-    """Of two arguments that an op writes, each with an alias."""
+    """The op writes two arguments, each with an alias."""
     b = Builder()
     scale, growth, overflow = (b.input(name, dtype=dtype) for name, dtype in NUMBERS.items())
     node = b.call(ATEN._amp_update_scale_.default, scale, growth, overflow, 2.0, 0.5, 1)

@@ -116,7 +116,8 @@ def results(model: nn.Module, call: Callable[..., Any], x: Tensor) -> list[Tenso
 
 
 def assert_bits_of_eager(model: nn.Module, dim: str = "seq", chunks: int = 2) -> None:
-    """Compare a step in a graph, made for as many batch rows as tokens, and one of twice as many."""
+    """Compare a step in a graph, made for as many batch rows as tokens, with eager chunking; then a step of
+    twice as many."""
     eager, cut, rows = in_chunks(model, chunks, dim), ("batch", "seq").index(dim), 4 * chunks
     call = compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks))
     for size in (rows, 2 * rows):
@@ -144,7 +145,7 @@ MODELS = {
 }
 
 
-OF_LONG = ("a layer called three times", "torch's attention")  # others have their parts
+OF_LONG = ("a layer called three times", "torch's attention")  # other ranks have the other parts
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_an_embedding_and_its_tied_head_in_one_region_differ_in_the_order_of_the
 
 
 def test_a_block_that_is_compiled_alone_is_cut_as_a_whole_graph():
-    """As trainers compile: each block, whose inputs its hook marks outside of the graph."""
+    """Trainers compile each block; a hook marks its inputs outside of the graph."""
     model, x, cut = Model(Plain(), Plain()), torch.randn(B, S, WIDTH), Pass("", dim="seq")
     eager = in_chunks(model, 2, "seq")
     for i, block in enumerate(model.layers):

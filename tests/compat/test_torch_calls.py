@@ -93,7 +93,7 @@ def paged(k: Tensor, v: Tensor, mask: BlockMask, score: Any) -> tuple[Tensor, Te
     """torch's page table: keys and values scattered over pages of one cache, and the mods that read it."""
     rows, heads, length, dim = k.shape
     pages = PagedAttention(rows * (length // PAGE) + 3, PAGE, rows, device="cpu")
-    for share in (4, 2, 1):  # pages of the rows lie between each other's
+    for share in (4, 2, 1):  # pages of the rows are interleaved
         for row in range(rows):
             pages.reserve(torch.tensor(row), torch.tensor(length // share))
     caches = [

@@ -48,7 +48,7 @@ def add_one(X, OUT, BLOCK: tl.constexpr):
 
 
 def test_kernels_that_name_their_compiled_form_run() -> None:
-    """Kernels of triton_kernels are named so."""
+    """Kernels of triton_kernels do so."""
     x, out = torch.randn(64), torch.empty(64)
     kernel: Any = add_one
     with compiled_kernels(COMPILED) as device:
@@ -85,7 +85,7 @@ def test_kernels_that_are_dropped_later_leave_other_drivers_alone(monkeypatch: A
     x, out = torch.randn(2, 128)
     with compiled_kernels(COMPILED):
         compiled = add[(1,)](x, x, out, 128, 128)
-        compiled[1, 1, 1](x, x, out, 128, 128)  # in the form of launches with kept kernels
+        compiled[1, 1, 1](x, x, out, 128, 128)  # like launches that keep their kernels
     assert torch.equal(out, 2 * x)
     dropped = weakref.ref(compiled)
     add.device_caches.clear()
@@ -115,7 +115,7 @@ def test_faults_without_raising() -> None:
 
 @pytest.mark.bar(7)
 def test_a_tensor_beside_another_is_out_of_bounds() -> None:
-    """Both halves are live: on a GPU nothing would tell."""
+    """Both halves are allocated: a GPU would not notice."""
     memory = torch.zeros(128)
     with pytest.raises(ExecutionFault, match="past the end of X, in Y"), compiled_kernels(COMPILED):
         add[(1,)](memory[:64], memory[64:], torch.empty(128), 128, 128)
@@ -233,7 +233,7 @@ def double_boxes(X, OUT, M, N: tl.constexpr, ROWS: tl.constexpr):
 
 
 def test_descriptors_that_a_kernel_makes() -> None:
-    """The last box leaves the tensor."""
+    """The last box ends outside of the tensor."""
     x, out = torch.randn(80, 32), torch.zeros(80, 32)
     kernel: Any = double_boxes
     compiled = kernel[(3,)](x, out, 80, 32, 32)

@@ -114,7 +114,7 @@ def test_a_state_changes_only_where_the_step_stores_it(stored: bool, dtype: torc
 
 
 def test_scores_of_minus_infinity_are_keys_that_nobody_sees() -> None:
-    """Also where no mask hides pairs: torch's kernel has lse 0 for such rows."""
+    """This holds also if no mask hides pairs: torch's kernel has lse 0 for such rows."""
     q, k, v = (x.detach() for x in tensors((1, 2, 40, 4), (1, 2, 30, 4), (1, 2, 30, 4)))
     q[:, :, 5], k = -math.inf, k.abs()
     out, lse = tritoncp.flex_attention(q, k, v, return_lse=True)
@@ -163,7 +163,7 @@ def test_an_infinite_value_is_infinite_in_all_rows_that_see_it() -> None:
 
 
 def test_keys_in_any_order_of_steps_have_the_same_sum() -> None:
-    """Steps whose largest scores lie 15 to 90 apart, rising, falling and mixed: sums are scaled."""
+    """The max scores of steps differ by 15 to 90, rising, falling and mixed, so that sums are rescaled."""
     q, k, v = (x.detach().float() for x in tensors((1, 1, 64, 8), (1, 1, 96, 8), (1, 1, 96, 8)))
     sizes = torch.tensor([0.0, 30, 60, 90, 45, 15]).repeat_interleave(16)
     tables, engine = tritoncp.make_plan(full_mask(64, 16, block=16)).tables("cpu", 1, 1), CpuEngine(1.0)

@@ -23,8 +23,8 @@ def _undecided(slots: Sequence[SlotRow], keys: tuple[int, int]) -> bool:
 
 @st.composite
 def slot_tables(draw: st.DrawFn) -> list[SlotRow]:
-    """Slots of 128 rows with a few ranges of full keys and of masked keys. Some neighbours are alike, and
-    some rows belong to no slot."""
+    """Slots of 128 rows with a few ranges of full keys and of masked keys. Some neighbours are equal, and
+    some rows are in no slot."""
     slots: list[SlotRow] = []
     row = 0
     for _ in range(draw(st.integers(1, 12))):

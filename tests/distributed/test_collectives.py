@@ -54,7 +54,7 @@ def rank_of(program: Program, rank: int, world_size: int) -> collectives.Request
         place = getattr(ticket.source, "target", None)
         result = yield ticket
         assert place is None or result is place
-        assert ticket.result is ticket.source is ticket.work is None  # whoever keeps it keeps no buffer
+        assert ticket.result is ticket.source is ticket.work is None  # a ticket that is kept keeps no buffer
         results.append((step, result))
 
     for step, (kind, rows, late) in enumerate(program):

@@ -1,5 +1,5 @@
-"""Consistency checks between ranks, on real gloo processes: ranks agree about a plan, or every rank raises
-the difference."""
+"""Consistency checks between ranks, on real gloo processes: ranks agree about a plan, or every rank raises an
+error that names the difference."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_difference_is_named_on_every_rank():
         for _, call, _ in DIFFERENT.values():
             own = torch.distributed.new_group()
             texts.append(attempt(partial(call, group.rank(), own)))
-        closed = attempt(lambda: plan(None, own))  # by the call of another kind, the last
+        closed = attempt(lambda: plan(None, own))  # calls of the last kind differ in their kind
         assert re.match("GroupClosed: .*the ranks differ in call", closed, re.DOTALL)
         return texts
 
@@ -178,7 +178,7 @@ def test_a_mesh_is_a_group():
 
 def calls_with_a_mesh(mesh, schedule, rank=0):
     """Return a call of each public function that takes a mesh, by name: with a plan of the schedule, or if it
-    is None, without a plan where that can be."""
+    is None, without a plan if possible."""
     x, edges = torch.ones(S // 2, 2, 16), torch.tensor([0, S])
     plan = make_plan(mask(), world_size=2, rank=rank, schedule=schedule or "auto")
     placed = mask() if schedule is None else plan
@@ -242,7 +242,7 @@ def test_a_mesh_of_two_dimensions_is_refused_without_a_schedule_that_needs_two()
 def test_the_first_rank_warns_once_of_uneven_natural_order():
     def work(group):
         heard = []
-        even = document(ids=IDS), document(ids=other_ids(1)), document(lengths=[8, 24])  # the last: 1.2 times
+        even = document(ids=IDS), document(ids=other_ids(1)), document(lengths=[8, 24])  # 1.2 times as many
         for mod in (causal(), causal(), *even):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

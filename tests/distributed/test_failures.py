@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices in which ranks learn of a failure sooner than users' ranks."""
+    """Shorten the time in which ranks learn of a failure."""
     monkeypatch.setattr(failures, "SLICE", 0.2)
 
 
@@ -167,7 +167,7 @@ def test_a_rank_that_fails_alone_closes_the_group_and_is_named(schedule: str, na
 
 def calls_with_a_mistake(plan: tritoncp.Plan, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return calls of every public function, by name, that raise before any message: calls in which no other
-    rank takes part, as none with ``mesh=None`` does, and those in which all ranks do."""
+    rank takes part, such as calls with ``mesh=None``, and calls in which all ranks do."""
     x, packed, edges = torch.ones(1, 1, S, 8), torch.ones(S, 1, 8), torch.tensor([0, 5])
     local, few, mod = plan.s_local, torch.ones(1, 4, 3, 8), tritoncp.causal()
     tree = tritoncp.tree([-1], [S])
@@ -246,7 +246,7 @@ def test_calls_with_a_mistake_are_of_every_public_function() -> None:
 
 
 def test_a_mistake_of_one_rank_outside_of_shared_calls_closes_no_group() -> None:
-    """The same next calls of all ranks are right, on the group of the plan and on others."""
+    """The next calls of all ranks have correct results, on the group of the plan and on other groups."""
 
     def work(group: Any) -> dict[str, Any]:
         few, other, results = fresh_group(), fresh_group(), {}
@@ -289,7 +289,8 @@ def test_a_mistake_of_one_rank_in_a_shared_call_closes_only_the_group_of_the_cal
 
 @pytest.mark.parametrize("skew", [0.0, 0.4])
 def test_ranks_that_fail_alike_go_on(skew: float) -> None:
-    """In checks before messages, once or twice in a row, while a plan is made, and between messages."""
+    """They fail in checks before messages, once or twice in a row, while a plan is made, and between
+    messages."""
 
     def work(group: Any) -> list[Any]:
         few, results = fresh_group(), []
@@ -361,7 +362,7 @@ def test_ulysses_and_ring_on_a_mesh_of_two_dimensions() -> None:
 
 
 def shorten_key(arguments: dict[str, Any]) -> None:
-    arguments["key"] = arguments["key"][:, :, :-1]  # another length than that of the graph: a symbol
+    arguments["key"] = arguments["key"][:, :, :-1]  # another length than in the graph makes it a symbol
 
 
 def pass_two_masks(arguments: dict[str, Any]) -> None:
@@ -370,7 +371,9 @@ def pass_two_masks(arguments: dict[str, Any]) -> None:
 
 def draw_in_mod(arguments: dict[str, Any]) -> None:
     numbers = iter(range(1, 1000))
-    arguments["score_mod"] = lambda score, b, h, q, kv: score * next(numbers)  # no graph has an iterator
+    arguments["score_mod"] = lambda score, b, h, q, kv: (
+        score * next(numbers)
+    )  # a graph cannot hold an iterator
 
 
 TRACED = "RuntimeError: ValueError while torch.compile traced"
@@ -399,7 +402,7 @@ FAULTS_IN_GRAPHS: dict[str, tuple[Fault, str, str]] = {  # fault, error of the r
     + [pytest.param(x, marks=pytest.mark.long) for x in ("length", "option", "dq", "key", "no graph")],
 )
 def test_compiled_calls(name: str) -> None:
-    """With an error at run time, while the call is traced, and in the backward pass."""
+    """The error is raised at run time, while the call is traced, or in the backward pass."""
     fault, own, published = FAULTS_IN_GRAPHS[name]
     fullgraph = not name.endswith("breaks")
     fast = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=fullgraph)
@@ -451,7 +454,7 @@ class DeadStore(dist.Store):
 
 
 def test_a_store_that_hangs_keeps_no_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked once, for a while."""
+    """The store is asked once, for a limited time."""
     monkeypatch.setattr(failures, "STORE_TIMEOUT", 0.05)
     end, store, before = threading.Event(), mock.Mock(spec=dist.HashStore), {*threading.enumerate()}
     store.check.side_effect = lambda keys: not end.wait()
@@ -578,7 +581,7 @@ def test_a_call_after_a_failure_waits_only_for_ranks_that_may_have_failed_alike(
     ("entries", "waited", "has_store", "is_lost"),
     [
         ([(1, 4)], 0.0, True, True),
-        ([(1, 5), (2, 6)], 0.0, True, False),  # they have started the message
+        ([(1, 5), (2, 6)], 0.0, True, False),  # these ranks have started the message
         ([(0, 4)], 0.0, True, False),
         ([], 8.9, True, False),
         ([], 9.0, True, True),
@@ -620,7 +623,7 @@ def test_companions_share_the_timeout_of_the_tensors_backend(
 def test_an_error_within_a_slice_is_raised_as_the_messages_error(
     times: tuple[float, ...], asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message that takes longer than a slice is asked for again, and by `wait` alone."""
+    """A message that takes longer than a slice is waited for again, only by `wait`."""
     clock, waits, checks = [0.0], iter(times), mock.Mock()
 
     def wait(limit: timedelta) -> None:

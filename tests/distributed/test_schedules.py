@@ -80,7 +80,7 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_keys_are_sent_as_they_are_and_gradients_in_float32_at_least(
     dtype: torch.dtype, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their sums are the oracle's, also where batch rows read different keys."""
+    """Their sums equal the reference, also if batch rows read different keys."""
     requests = record_requests(monkeypatch)
     documents = document(lengths=[[9, 15], [3, 21]])
     mask = create_block_mask(and_masks(causal(), documents), 2, None, 24, 24, BLOCK_SIZE=4)
@@ -228,8 +228,8 @@ def test_a_plan_with_another_schedule_is_another_plan() -> None:
 
 
 def test_results_have_the_layout_of_queries_of_unbounded_length() -> None:
-    """As in the last chunk of a graph, where values may have other channels than queries, and rows may be the
-    innermost dimension."""
+    """The last chunk of a graph has such queries. Values may have other channels than queries, and rows may
+    be the innermost dimension."""
     env = ShapeEnv()
     with FakeTensorMode(shape_env=env):
         whole = env.create_unbacked_symint()
@@ -261,7 +261,7 @@ def test_partial_sums_of_keys_are_added_unless_batch_rows_share_them(add: bool) 
 
         def dkdv(self, step: Any, dk: Tensor, dv: Tensor, dq: Any, **options: Any) -> Any:
             assert dk.shape[1] == 2 * options.get("split", 1)
-            parts = [x if x.stride(0) else x[:1] for x in (dk, dv)]  # each element once
+            parts = [x if x.stride(0) else x[:1] for x in (dk, dv)]  # each element is written once
             return lambda: [x.copy_(i + options.get("add", False) * x) for i, x in enumerate(parts, 1)]
 
     step: Any = SimpleNamespace(q=None, k=None, tables=None, lse=torch.empty(3, 4, 5))

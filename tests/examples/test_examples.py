@@ -19,7 +19,7 @@ from tests.multiprocess import ranks
 from tritoncp.planning import traffic
 
 ROOT = Path(__file__).parents[2]
-INTEGRATIONS = ("transformers", "torchtitan")  # first words of examples that tests/integrations runs
+INTEGRATIONS = ("transformers", "torchtitan")  # prefixes of examples that tests/integrations runs
 EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if not p.stem.startswith(INTEGRATIONS)]
 RANKS = {"fsdp2_cp_tp": 8, "hybrid_layers": 3, "pack_and_train": 4}  # 2 for other examples
 
@@ -101,8 +101,8 @@ def measure_checkpoints(group: Any, compiled: bool) -> dict[str, Any]:
 def test_checkpoints_keep_and_repeat_what_the_page_says(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled, it needs a C++ compiler."""
-    monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # tests split messages that go in one piece elsewhere
+    """The compiled way needs a C++ compiler."""
+    monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # tests split messages that are otherwise sent whole
     page, model = read_checkpoint_table(), import_module("train_loop")
     tables = ranks.run(2, measure_checkpoints, compiled)
     *_, loss, gradients = tables[0]["no checkpoint"]
@@ -119,11 +119,11 @@ def test_checkpoints_keep_and_repeat_what_the_page_says(
     assert page.keys() == tables[0].keys()
 
 
-def test_the_program_prints_the_table_of_its_page_once_and_the_losses_of_each_rank(
+def test_the_program_prints_its_table_once_and_the_losses_of_each_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As under torchrun: this also runs `launch` of train_loop.py, which starts most examples."""
-    monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # tests split messages that go in one piece elsewhere
+    """It runs as under torchrun, by `launch` of train_loop.py, which starts nearly all examples."""
+    monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # other tests split messages
     path = ROOT / "examples/selective_checkpoint.py"
     first, second = ranks.run_program(2, path, lambda variables, output: output.splitlines())
     *table, losses = first

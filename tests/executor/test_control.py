@@ -88,7 +88,7 @@ ret;
 
 
 def test_calls_return_structures() -> None:
-    """Triton 3.9 returns the quotient and the remainder of a large angle so."""
+    """Triton 3.9 returns the quotient and the remainder of a large angle in this way."""
     body = START
     for source in ("%r1", "%r2"):
         body += f"""{{ .param .b32 a; .param .align 16 .b8 b[16]; st.param.b32 [a], {source};
@@ -182,7 +182,7 @@ def test_mbarrier_faults(old: str, new: str, kind: str) -> None:
 
 
 def test_a_write_after_the_arrival_is_a_race() -> None:
-    """The consumer knows of what came before the arrival alone."""
+    """The consumer is only ordered after accesses before the arrival."""
     arrive = "mbarrier.arrive.shared::cta.b64 _, [smem];"
     late = HANDOVER.replace(arrive, arrive + "st.shared.b32 [%r5], %r2;")
     faults = run(late + STORE + "ret;", shared=512, threads=64)[1]
@@ -230,7 +230,7 @@ def test_every_waiting_warp_looks_again_before_a_deadlock(seed: int | None) -> N
     [("atom.global.add.u32 %r3, [%d1], 1;", True), ("atom.global.exch.b32 %r3, [%d1], 7;", False)],
 )
 def test_a_loop_that_changes_nothing_never_ends(update: str, ends: bool) -> None:
-    """Each thread counts on; or all find what they wrote."""
+    """Each thread increments a counter, or all threads find the values that they wrote."""
     body = START + f"LOOP: {update} setp.lt.u32 %p1, %r3, 999; @%p1 bra LOOP; mov.b32 %r2, 1;"
     out, faults = run(body + STORE + "ret;")
     assert bool(faults) != ends, faults

@@ -1,4 +1,4 @@
-"""Memory: bounds, alignment, red zones between tensors, what was never written, races, atomics, spaces."""
+"""Memory: bounds, alignment, red zones between tensors, uninitialised memory, races, atomics, spaces."""
 
 import mmap
 import random
@@ -297,7 +297,7 @@ def test_programs_that_write_one_address_race() -> None:
     x, y = two()
     faults = run(OWN + "mov.u32 %r2, %ctaid.x; st.global.b32 [%d4], %r2;", x, y, grid=2)
     assert any("several threads write different values to one address" in f for f in faults)
-    faults = run(OWN + "bar.sync 0; st.global.b32 [%d4], %r1;", x, y, grid=300)  # more than run at once
+    faults = run(OWN + "bar.sync 0; st.global.b32 [%d4], %r1;", x, y, grid=300)  # more CTAs than run at once
     assert any(f.startswith("race of two programs on global memory: write") for f in faults)
 
 

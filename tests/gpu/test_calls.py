@@ -1,5 +1,5 @@
-"""Calls beside the grammar of test_cases.py: large scores, offsets and NaN; few rows; equal bits and streams;
-torch.compile, masks of GPU tensors, and a process group of one rank."""
+"""Calls outside of the grammar of test_cases.py: large scores, offsets and NaN; few rows; equal bits and
+streams; torch.compile, masks of GPU tensors, and a process group of one rank."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """The route in Gluon: barriers and asynchronous products that no interpreter runs; answers against float64.
 
-Off a GPU the same tests run by loops, which shows that they are sound.
+Without a GPU the same tests run by loops, which shows that the tests are correct.
 """
 
 import fcntl

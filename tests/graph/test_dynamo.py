@@ -173,7 +173,7 @@ NUMBERS = {  # calls with a number n, and mods and masks that are made of it ins
 
 @pytest.mark.parametrize(("name", "dynamic"), by_turns(NUMBERS, (None, True)))
 def test_a_number_that_changes_compiles_at_most_twice(name, dynamic):
-    """So that no number of values reaches Dynamo's limit of compilations."""
+    """So many values do not reach Dynamo's limit of compilations."""
     takes_floats = name.startswith("s") and name != "sliding_window"
     case = Compiled(NUMBERS[name], dynamic=dynamic, backend="aot_eager" if takes_floats else "eager")
     x = torch.randn(1, 2, S, 8, requires_grad=takes_floats)
@@ -359,7 +359,7 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_graph_names_objects_so_that_another_process_finds_them(name, monkeypatch):
-    """The tables are empty there; code with another digest is not taken for the one that was meant."""
+    """The other process has empty tables; code with another digest is not taken for the original."""
     thing = NAMED[name]
     text = flatten_callable(thing, tensors := [], ints := [])
     monkeypatch.setattr(constants, "_CONSTANTS", BoundedCache(1 << 15))

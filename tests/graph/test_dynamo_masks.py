@@ -35,7 +35,7 @@ def model(x, mask_mod):
     [(None, "aot_eager"), (True, "aot_eager"), pytest.param(None, "inductor", marks=pytest.mark.long)],
 )
 def test_new_documents_do_not_compile_again(dynamic, backend):
-    """Nor do new lengths, where they are dynamic."""
+    """New lengths do not either, if lengths are dynamic."""
     case = Compiled(model, dynamic=dynamic, backend=backend)
     cuts, lengths = (10, 30, 50), ((S, 48, 56) if dynamic else (S, S, S))
     xs = [torch.randn(1, 2, length, 8, requires_grad=True) for length in lengths]
@@ -193,7 +193,7 @@ def test_a_backward_pass_inside_is_not_traced():
         calls = 0
 
         def __call__(self, s, b, h, q, kv):
-            self.calls += 1  # no graph can carry this
+            self.calls += 1  # this cannot be in a graph
             return s * 2
 
     mod = Counting()

@@ -50,7 +50,7 @@ MOST_WEIGHTS = 20_000_000
 
 
 def options_of(family: str) -> dict[str, Any]:
-    """Return the values of a config that a family needs besides."""
+    """Return further values of a config that a family needs."""
     options = TABLE["options"].get(family, {})
     return TABLE["options"][options] if isinstance(options, str) else options
 
@@ -200,7 +200,7 @@ def train_alone(model: Any, batch: dict[str, Any], labels: Tensor | None) -> dic
 
 
 def loss_of(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
-    """Return the part in the mean loss of ``count`` labels that these have."""
+    """Return the part that these labels have in the mean loss of ``count`` labels."""
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
 
 
@@ -212,8 +212,8 @@ def backward(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def train_on_ranks(group: Any, family: str, head: str, variant: dict[str, Any]) -> list[Any]:
-    """Return the sums over ranks of loss and gradients, of one text a row and of packed documents, and
-    whether the loss is that of the logits; or messages."""
+    """Return the sums over ranks of loss and gradients, for one text per row and for packed documents, and
+    whether the loss equals the loss of the logits; or messages."""
     model = build(family, head, "tritoncp", variant)
     return [
         attempt(partial(sum_over_ranks, group, model, make_batch(packed, family))) for packed in (False, True)
@@ -351,13 +351,27 @@ def read_table() -> dict[str, list[str]]:
     return cells
 
 
-def write_table(rows: dict[str, list[str]]) -> None:
-    """Write all families into the page, in one list for equal ways and one item for equal reasons."""
+def write_table(rows: dict[str, list[str]], named: tuple[str, ...]) -> None:
+    """Write all families into the page, in one list for equal ways and one item for equal reasons.
+
+    named: those that were tried now; none: all. Beside rows of another release of transformers, the page says
+    of which one they are.
+    """
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    table, _, rest = rest.partition(END)
+    release, newer = transformers.__version__, set()
+    if named:
+        release = re.findall(r"^transformers (\S+):", table, re.M)[0]
+        newer.update(re.findall(r"`(\S+)`", "".join(re.findall(r"^Of transformers .*", table, re.M))))
+        newer.update(named if release != transformers.__version__ else ())
     count = [sum(row[i] == "yes" for row in rows.values()) for i in (1, 2, 3)]
     lines = [
-        f"transformers {transformers.__version__}: of {len(rows)} families {count[0]} work on one process, "
+        f"transformers {release}: of {len(rows)} families {count[0]} work on one process, "
         f"{count[1]} on several ranks, {count[2]} with packed documents on several ranks."
     ]
+    if newer:
+        names = ", ".join(f"`{name}`" for name in sorted(newer))
+        lines += ["", f"Of transformers {transformers.__version__}: {names}."]
     groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for _, (family, *ways, reason) in sorted(rows.items()):
         groups.setdefault(tuple(ways), {}).setdefault(reason, []).append(f"`{family}`")
@@ -366,8 +380,7 @@ def write_table(rows: dict[str, list[str]]) -> None:
         lines += ["", WAYS.format(*ways), ""]
         for reason, families in sorted(reasons.items(), key=lambda item: -len(item[1])):
             lines.append(f"- {', '.join(families)}" + f": {reason}" * bool(reason))
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest}")
 
 
 @click.command()
@@ -382,7 +395,7 @@ def main(families: tuple[str, ...], write: bool) -> None:
         click.echo("\t".join(row))
         rows[family] = cells_of(row)
     if write:
-        write_table({family: rows[family] for family in heads})
+        write_table({family: rows[family] for family in heads}, families)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Calls of models on ranks that would be another function in silence: each is refused, and what is alike is
-not."""
+"""Calls of models on ranks that would silently compute something else: each is refused, and similar correct
+calls are not."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_wrong_call_with_a_shard_is_refused_before_and_after_a_right_one(name:
 
 
 def test_texts_of_the_length_of_a_shard_are_no_shards() -> None:
-    """Also while a shard waits for its call, as of a batch that was made ahead."""
+    """This holds also while a shard waits for its call, for example if the batch was made ahead."""
 
     def work(group: Any) -> None:
         for cls, config in ((BertModel, BertConfig), *((None, name) for name in ("Llama", "OPT"))):

@@ -1,4 +1,4 @@
-"""Models in wrappers, subclasses, and classes without source have the kind of the model within."""
+"""Models in wrappers, subclasses, and classes without source are treated like the inner model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_wrapped_models_and_subclasses_take_labels_on_ranks() -> None:
 
 def test_a_custom_loss_of_an_inner_model_is_found() -> None:
     model = models.build_model("Llama", num_hidden_layers=1)
-    outer = model.model  # takes no labels itself
+    outer = model.model  # its forward takes no labels
     outer.layers.append(HasLoss(model.config))
     assert has_custom_loss(model.config, outer)
     assert not has_custom_loss(model.config, model)

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("cpu_engine")]
 
 @functools.cache
 def trainer():
-    """Import torchtitan before ranks are forked, and where a test asks for it."""
+    """Import torchtitan before ranks are forked, and only if a test needs it."""
     return import_module("tests.integrations.titan_training")
 
 

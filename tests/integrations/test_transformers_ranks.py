@@ -21,8 +21,8 @@ EVERY = list(models.MODELS | models.MORE_MODELS)
 
 
 def expected_of(name: str, batch: dict[str, Any]) -> Any:
-    """Return loss and gradients of one process: by transformers' eager attention, for packed documents that
-    transformers does not separate, by this one."""
+    """Return loss and gradients of one process, by transformers' eager attention, or by tritoncp's for packed
+    documents that transformers does not separate."""
     model = models.build_model(name, "eager")
     if name in ("GptOss", "OPT", "Qwen3Next") and "position_ids" in batch:
         model = models.build_model(name)

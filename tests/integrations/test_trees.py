@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("cpu_engine")
 TOKENS = torch.randint(1, models.VOCABULARY, (90,), generator=torch.Generator().manual_seed(3))
 TRAJECTORIES = [TOKENS[:60], torch.cat([TOKENS[:40], TOKENS[60:]]), torch.cat([TOKENS[:40], TOKENS[:25]])]
 PACKED = tritoncp.pack_trajectories(TRAJECTORIES)
-LABELS = PACKED.tokens.roll(-1)  # of rows: any labels do
+LABELS = PACKED.tokens.roll(-1)  # labels of rows: any labels will do
 ROW = {"input_ids": PACKED.tokens[None], "shift_labels": LABELS[None]}
 
 
@@ -43,7 +43,7 @@ def of_trajectories(name: str) -> Any:
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_tree_has_the_losses_of_its_trajectories(name: str, world_size: int) -> None:
-    """Also in layers with windows, which count along paths."""
+    """This holds also in layers with windows, which count along paths."""
     assert len(PACKED.tokens) < sum(map(len, TRAJECTORIES))
 
     def work(group: Any) -> Any:
@@ -98,7 +98,7 @@ def test_layers_that_see_no_tree_are_refused() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_of_a_tree_have_the_tokens_and_labels_of_the_sequences(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, (7, 12), generator=generator)  # few tokens, so that much is common
+    ids = torch.randint(3, (7, 12), generator=generator)  # few tokens: long shared prefixes
     ids[:, :4] = ids[0, :4] * (torch.arange(7)[:, None] < 5)
     mask = (torch.arange(12) >= torch.randint(3, (7, 1), generator=generator)).long()
     mask *= torch.arange(12) < torch.randint(9, 13, (7, 1), generator=generator)

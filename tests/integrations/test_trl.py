@@ -191,7 +191,8 @@ def test_grpo_on_layers_that_see_no_tree_equals_grpo_on_one_process(tmp_path: Pa
 
 
 def test_replicas_of_two_ranks_train_like_processes(tmp_path: Path) -> None:
-    """Also by what TRL takes over all completions: a quantile of entropies, and a deviation of rewards."""
+    """They also share statistics that TRL computes over all completions: a quantile of entropies, and a
+    deviation of rewards."""
     args = {"scale_rewards": "batch", "top_entropy_quantile": 0.5}
     compare_with_one_process("GRPO", "Llama", tmp_path, 4, 2, args=args)
 
@@ -223,7 +224,7 @@ def sft(cls: Any, attention: str, size: int, folder: Path, packing: bool, **opti
 def test_sft_on_ranks_equals_sft_on_one_process(
     world_size: int, cp: int, packing: bool, tmp_path: Path
 ) -> None:
-    """Its metrics, too: each token is counted once, and padding is not."""
+    """Its metrics are equal too: each token is counted once, and padding is not."""
     from trl import SFTTrainer
 
     from tritoncp.integrations.trl import ContextParallelSFTTrainer
@@ -244,7 +245,7 @@ def test_sft_on_ranks_equals_sft_on_one_process(
 
 
 def test_ranks_of_a_mesh_train_on_completions_that_they_generated_in_parts(tmp_path: Path) -> None:
-    """With two micro-batches of one generation, which TRL shuffles."""
+    """One generation has two micro-batches, which TRL shuffles."""
     from trl import GRPOConfig
 
     from tritoncp.integrations.trl import ContextParallelGRPOTrainer

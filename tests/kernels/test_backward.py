@@ -21,7 +21,7 @@ CAUSAL = create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32)
 
 @pytest.mark.bar(2)
 def test_a_loss_of_lse_that_is_not_smooth_at_empty_rows_leaves_no_nan() -> None:
-    """d(lse^2) = 2 lse dlse is infinite where lse is: the empty row has no gradient to give."""
+    """d(lse^2) = 2 lse dlse is infinite if lse is: an empty row must not add it to gradients."""
     x = qkv(40)
     mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q % 5 != 2), None, None, 40, 40, BLOCK_SIZE=32)
     leaves = [t.detach().requires_grad_() for t in x]
@@ -145,7 +145,7 @@ def torchs(x: QKV, mask: tritoncp.Mask, score: Callable | None, start: tuple[Ten
 def test_half_precision_errs_no_more_than_twice_torch(
     dtype: torch.dtype, dim: int, modified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # torch guards its CPU backward; it runs
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # torch refuses the CPU, though it works
     score = (lambda s, b, h, q, kv: s - 0.1 * (h + 1) * (q - kv).abs()) if modified else None
     x = qkv(56, heads=2, kv_heads=1, dim=dim, dtype=dtype)
     mask = create_block_mask(causal(), None, None, 56, 56, BLOCK_SIZE=32)

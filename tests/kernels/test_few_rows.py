@@ -103,7 +103,7 @@ def test_any_group_and_number_of_rows(rows: int, heads: int, kv_heads: int, tile
 
 
 def test_more_programs_than_tiles() -> None:
-    """Two pieces of channels; programs that see no key leave empty states."""
+    """There are two pieces of channels; programs that see no key leave empty states."""
     x, mask = qkv(2, KEYS, batch=2, dim=24, v_dim=40), block_mask(sliding_window(3, 9), rows=2)
     right(answers(x, mask, SPLIT_KV=9, **TILE), x, mask)
 
@@ -128,7 +128,7 @@ def test_a_score_mod_may_hide_all_keys_of_a_program() -> None:
 
 @pytest.mark.bits
 def test_packed_rows_have_the_results_of_single_rows() -> None:
-    """Bit for bit, where the key tiles are the same, in the same order."""
+    """Results are equal bit for bit if the tiles of keys and their order are the same."""
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)
     for name in ("full, ragged", "intervals", "mask_mod that reads the head"):
         mask = MASKS[name]()
@@ -214,7 +214,7 @@ def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str 
 
 
 def tiles_and_heads(prepared: Any) -> tuple[int, int]:
-    """The numbers of tiles and of heads that the programs of a launch differ in."""
+    """Return the number of tiles and of heads of a launch's programs."""
     heads, tiles, _ = prepared.grid
     assert prepared.args["order"].heads is None
     return tiles, heads
@@ -224,10 +224,10 @@ def tiles_and_heads(prepared: Any) -> tuple[int, int]:
     ("shape", "pack", "tile", "programs"),
     [
         ((1, 32, 8), 4, 64, (1, 8)),
-        ((16, 32, 8), 4, 64, (1, 8)),  # 64 rows of all heads
+        ((16, 32, 8), 4, 64, (1, 8)),  # a tile has 64 rows of all heads
         ((17, 32, 8), 4, 128, (1, 8)),
         ((64, 32, 8), 4, 128, (2, 8)),
-        ((100, 32, 8), 1, 128, (1, 32)),  # three tiles of 32 rows and a bit are no fewer
+        ((100, 32, 8), 1, 128, (1, 32)),  # packing does not reduce three tiles of 32 rows and a part of one
         ((128, 32, 8), 1, 128, (1, 32)),
         ((1000, 32, 8), 1, 128, (8, 32)),
         ((1, 8, 8), 1, 64, (1, 8)),
@@ -258,7 +258,7 @@ def test_the_smallest_tiles_without_wgmma_have_16_rows() -> None:
         (16, (8, 2), 4, 64),
         (16, (4, 2), 2, 64),
         (96, (2, 2), 1, 32),
-    ],  # tiles divide a block that is not packed
+    ],  # without packing, tiles divide the block
 )
 def test_blocks_of_few_rows_are_filled_too(block: int, heads: tuple[int, int], pack: int, tile: int) -> None:
     mask = create_block_mask(causal(), 1, 1, 480, 512, BLOCK_SIZE=(block, 128))

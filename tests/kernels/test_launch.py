@@ -32,7 +32,7 @@ def biased(bias: Tensor, shift: int) -> Any:
 
 
 def test_one_engine_serves_captures_of_the_same_layouts_and_no_others() -> None:
-    """Values, strides, addresses, gradients and numbers change from call to call: so do the answers."""
+    """Values, strides, addresses, gradients and numbers change from call to call, and so do the answers."""
     x, plan = qkv(S, heads=2, dtype=torch.float64), make_plan(create_block_mask(causal(), 1, 1, S, S))
     wide = torch.randn(4 * S + 8, 2, dtype=torch.float64)
     tables = [wide.T[:, 2 : 2 * S + 2].contiguous(), wide.T, wide.flatten()[1:].view(-1)[: 8 * S].view(2, -1)]

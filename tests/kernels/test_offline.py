@@ -1,5 +1,5 @@
-"""The default tiles, compiled for GPUs that are not here: matrix instructions, no spills, shared memory, and
-nothing else than the table that is shipped says."""
+"""The default tiles, compiled for absent GPUs: matrix instructions, no spills, shared memory, all as in the
+shipped table."""
 
 from functools import cache
 from itertools import product
@@ -59,7 +59,8 @@ def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", resource_table.ARCHS)
 def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
-    """Tables, intervals, full blocks, state in and out: every loop of every kernel."""
+    """Jobs have tables, intervals, full blocks, and states in and out, so that every loop of every kernel is
+    compiled."""
     rows = [compile_every_run()[job] for job in default_jobs(arch, "bfloat16", AGAIN[arch], "state")]
     assert len(rows) == len(AGAIN[arch]) * len(KERNELS)
     check(arch, rows)
@@ -117,7 +118,7 @@ def scored_jobs(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *score
 
 @pytest.mark.long
 def test_score_mods_that_learn_spill_nothing() -> None:
-    """Learned captures, loaded and accumulated for each score, where dQ once spilled 392 bytes."""
+    """Learned captures are loaded and accumulated for each score; dQ once spilled 392 bytes for them."""
     check("sm_90", [compile_every_run()[job] for job in scored_jobs(*LEARNS)])
 
 
@@ -150,7 +151,8 @@ def test_defaults_fit_for_head_dims_outside_of_the_table(variant: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_defaults_fit_odd_dims(arch: str) -> None:
-    """Two pieces of channels.  How many registers are left is the tiles' luck: a few may spill."""
+    """There are two pieces of channels. The number of free registers depends on the tiles, so that a few may
+    spill."""
     check(arch, reports(arch, "float16", (80, 96, 192), "state", "causal"), spill=64)
 
 

@@ -1,5 +1,5 @@
 """Verification of routes against the loops before their first use: right routes run, wrong ones are replaced
-by the loops.  The interpreter runs no other route: the loops stand in for one, and faults are injected."""
+by the loops.  The interpreter runs no other route, so the loops replace one, and faults are injected."""
 
 import ast
 import warnings
@@ -66,7 +66,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
 def test_a_route_with_correct_results_is_used(
     mask: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With states between steps, and rows that no kernel writes. The verdict is logged."""
+    """Steps pass states, and some rows are not written by kernels. The verdict is logged."""
     caplog.set_level("DEBUG", "tritoncp")
     batch = 2 if "batch" in mask else 1
     x, block_mask = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
@@ -141,8 +141,8 @@ def test_a_route_with_wrong_results_is_not_used(damage: Damage, monkeypatch: pyt
 
 @pytest.mark.parametrize("key", ["out", "lse"])
 def test_results_agree_within_rounding(key: str) -> None:
-    """Of out, two units of bfloat16 of the largest number of its row; of statistics, a thousandth of each and
-    of one. Two values that are not numbers agree."""
+    """The tolerance of out is two units of bfloat16 of the max of its row; of statistics, a thousandth,
+    relative and absolute. Two NaN agree."""
     want = torch.randn(2, 3, 4, 5) * torch.logspace(-3, 2, 4)[:, None]
     largest = want.abs().amax(-1, keepdim=True).expand_as(want)
     room = 2 * 2**-7 * largest if key == "out" else 1e-3 * (want.abs() + 1)

@@ -109,7 +109,7 @@ def test_the_state_has_the_max_sum_and_values_of_the_keys_seen() -> None:
 @pytest.mark.bits
 @pytest.mark.bar(14)
 def test_a_state_that_has_seen_nothing_changes_nothing() -> None:
-    """A first step that no row sees anything in leaves the bits of the second alone."""
+    """A first step in which no row sees a key does not change the bits of the second step."""
     mask = create_block_mask(lambda b, h, q, kv: (kv < 16) & (q >= kv), None, None, 48, 48, BLOCK_SIZE=16)
     x = tensors(mask)
     engine = engine_of(x, mask.mask_mod)

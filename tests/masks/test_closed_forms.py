@@ -37,7 +37,7 @@ FEW = few()
 
 @st.composite
 def simple_forms(draw: st.DrawFn) -> MaskMod:
-    """Draw closed forms of the zoo, and documents and prefixes that it lacks."""
+    """Draw closed forms of the zoo, and documents and prefixes that are not in it."""
     number = draw(st.integers(0, 999))
     ids = torch.randint(-2, 5, (2, N), generator=torch.Generator().manual_seed(number))
     return draw(

@@ -1,4 +1,4 @@
-"""Mask expressions are the masks they name, nothing in them is run, and mistakes name the part."""
+"""Mask expressions are the masks they name, no code in them is run, and errors name the wrong part."""
 
 import pytest
 import torch

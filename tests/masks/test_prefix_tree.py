@@ -71,8 +71,8 @@ def comb(n: int) -> list[int]:
 
 
 def walk(n: int) -> list[int]:
-    """Return the parents of a random tree of paths that go on and back by turns: rows of blocks see thousands
-    of ranges."""
+    """Return the parents of a random tree whose paths alternately grow and go back: rows of blocks see
+    thousands of ranges."""
     back, path, parent = (
         torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(0)).tolist(),
         [],

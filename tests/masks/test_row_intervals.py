@@ -1,4 +1,4 @@
-"""Row intervals of mask_mods: exact wherever they are found, found for masks that people write, and cheap."""
+"""Row intervals of mask_mods: they are exact, cheap, and found for masks that people write."""
 
 import pytest
 import torch
@@ -122,7 +122,7 @@ def test_a_comparison_may_depend_only_on_keys() -> None:
 
 @pytest.mark.parametrize("name", everyday_masks(2048))
 def test_everyday_masks_are_found_as_intervals(name: str) -> None:
-    """With torch's blocks, which masks without a list have too."""
+    """Masks have torch's blocks, with a list or without."""
     mod, length, heads, most = (item := everyday_masks(2048)[name]).mod, item.length, item.H, item.most
     mask = tritoncp.create_block_mask(mod, item.B, heads, length, length, BLOCK_SIZE=64)
     torchs = flex.create_block_mask(mod, item.B, heads, length, length, device="cpu", BLOCK_SIZE=64)

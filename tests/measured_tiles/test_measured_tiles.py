@@ -92,7 +92,8 @@ def kernels(launched):
 
 
 def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkeypatch):
-    """Only calls that request a route warn about it. The loops stand in for the route, which is compiled."""
+    """Only calls that request a route warn about it. The loops replace the route, which needs compiled
+    kernels."""
     loops, obstacles, steps = ["forward"], ["in the way"], []
 
     def launch(own, *args):

@@ -205,7 +205,7 @@ def test_a_lock_held_by_another_process_is_an_error(places, monkeypatch):
     with pytest.raises(TimeoutError, match=r"nvidia-h200.*is not written.*\.lock for 0\.2 s.*run again"):
         tile_tables.write(places / "user", H200, [entry(16)], {})
     assert not path.exists()
-    holder.kill()  # its lock ends with it
+    holder.kill()  # the lock is released when the process ends
     holder.join()
     tile_tables.write(places / "user", H200, [entry(16)], {})
     assert blocks() == {"forward": 16}

@@ -21,7 +21,7 @@ from tritoncp.tuning import command, search
 
 __all__ = ["launched", "places"]  # fixtures
 
-# What stands for the command: writes 16 x 32 tiles for what it is told to tune, or fails in some way.
+# Replaces the command: writes 16 x 32 tiles for its targets, or fails in some way.
 STUB = """
 import json, os, pathlib, sys, time
 words, folder = dict(zip(sys.argv[1::2], sys.argv[2::2])), pathlib.Path(os.environ["TRITONCP_CONFIG_DIR"])

@@ -1,4 +1,4 @@
-"""Emitted source as modules in memory: what reads the text, copies for profilers, lifetime of modules."""
+"""Emitted source as modules in memory: readers of the text, copies for profilers, lifetime of modules."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def run(
             return _collect(pipes, world_size, time.monotonic() + timeout)
         finally:
             for pid in children.values():
-                os.kill(pid, signal.SIGKILL)  # a child that has ended is still ours to wait for
+                os.kill(pid, signal.SIGKILL)  # a child that has ended still has to be waited for
                 os.waitpid(pid, 0)
             for pipe in pipes:
                 pipe.close()
@@ -161,8 +161,8 @@ def outcomes(
 ) -> list[Outcome]:
     """How every rank of a new gloo world ends that runs ``fn(group)``: for ranks that die, stop or raise.
 
-    timeout: the group's, in seconds. A rank that has not ended after ``wait`` seconds is ended here, and the
-    faulty rank, where it does not end by itself, a moment after all others.
+    timeout: the group's, in seconds. A rank that has not ended after ``wait`` seconds is ended here; the
+        faulty rank, if it does not end by itself, a moment after all others.
     """
     with tempfile.TemporaryDirectory() as folder:
         children, ended = {}, {}
@@ -248,7 +248,7 @@ def _child(
 ) -> None:  # fmt: skip
     """Run one rank; never returns."""
     signal.alarm(int(timeout) + 10)  # an orphan ends by itself
-    faulthandler.dump_traceback_later(0.9 * timeout, file=sys.__stderr__)  # of a rank that hangs
+    faulthandler.dump_traceback_later(0.9 * timeout, file=sys.__stderr__)  # the stack of a rank that hangs
     try:
         _join(rank, world_size, store, timeout)
         message = _packed(True, fn(dist.group.WORLD, *args), "")

@@ -14,7 +14,7 @@ from tritoncp.distributed.schedules import SCHEDULES
 
 F64 = torch.float64
 CLOSE = {"atol": 2e-6, "rtol": 1e-5}
-GRADS_CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # theirs are compared with float32, whose rounding they share
+GRADS_CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # compared with float32, which rounds alike
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_dtensors_give_the_attention_of_the_whole_tensors(compiled):
 
 
 def refusals(group):
-    """Return each rank's errors of calls whose DTensors need what only the whole tensors have."""
+    """Return each rank's errors of calls whose DTensors would need values of the whole tensors."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     q, plain = torch.randn(B, HEADS, S, DIM), torch.randn(B, HEADS, S, DIM)
     whole, heads, odd = (spread(x, mesh, Shard(1)) for x in (plain, q, torch.randn(B, 3, S, DIM)))

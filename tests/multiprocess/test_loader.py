@@ -1,4 +1,4 @@
-"""Plans made in a data loader's worker: pickled across, and the same as one made in place."""
+"""Plans made in a data loader's worker: they are pickled, and equal plans made in place."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def qkv(step: int) -> list[Tensor]:
 
 
 def trained(group: Any, schedule: str) -> list[list[Tensor]]:
-    """Output and gradients of every step with plans of a worker of this rank's, and with plans made here."""
+    """Return output and gradients of every step, with plans from this rank's worker and with plans made
+    here."""
     results = []
     for step, plan in enumerate(plans_from_a_worker(Steps(group.size(), group.rank(), schedule))):
         local = tritoncp.make_plan(mask_of(PACKED[step]), group, schedule=schedule)

@@ -136,7 +136,7 @@ def test_a_compiled_call_is_compared_too() -> None:
 
 
 def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> None:
-    """Lengths of shards, and captures of a score_mod: numbers, tensors, learned tensors."""
+    """These are lengths of shards, and captures of a score_mod: numbers, tensors, learned tensors."""
 
     def work(group: Any) -> tuple[list[int], Tensor]:
         whole = torch.randn(1, 2, S, 16, generator=torch.Generator().manual_seed(1))
@@ -179,7 +179,8 @@ def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> Non
 
 
 def test_parts_of_a_batch_are_compared_by_their_rows() -> None:
-    """Each part once, although all of them have one shape; ranks that begin with different parts raise."""
+    """Each part is compared once, although all parts have one shape; ranks that begin with different parts
+    raise."""
 
     def work(group: Any) -> tuple[list[int], str]:
         mask = tritoncp.create_block_mask(lambda b, h, q, kv: q >= kv + b, 2, 1, S, S, BLOCK_SIZE=8)
@@ -196,7 +197,8 @@ def test_parts_of_a_batch_are_compared_by_their_rows() -> None:
 
 
 def test_plans_of_data_loaders_are_compared_at_their_first_use() -> None:
-    """Without hashing anything there: the digest comes with the plan. Those of the group were compared."""
+    """Nothing is hashed for it: the digest comes with the plan. Plans made by the group were compared
+    before."""
 
     def shipped(group: Any, limit: int) -> tritoncp.Plan:
         mask = mask_of(Below(limit))
@@ -217,7 +219,7 @@ def test_plans_of_data_loaders_are_compared_at_their_first_use() -> None:
 
 
 class Below(MaskMod):
-    """A mask_mod with a value in its partial blocks alone, that can be pickled."""
+    """A mask_mod that can be pickled, with a value that matters only in partial blocks."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -159,13 +159,13 @@ def test_unweighted_ptrr_places_every_token_as_torch(name: str, world_size: int)
     positions = torch.cat([plan.for_rank(rank).positions for rank in range(world_size)], 1)
     if world_size > 1:
         assert torch.equal(positions, want)
-    else:  # one rank keeps natural order, and so does torch's deal
+    else:  # one rank keeps natural order, also in torch
         assert torch.equal(positions.expand_as(want), want)
 
 
 @given(masks(), st.integers(2, 6))
 def test_unweighted_ptrr_balances_listed_blocks(mask: Mask, world_size: int) -> None:
-    """Of several heads their sum; the counts of any two ranks differ by at most the largest."""
+    """Counts are summed over heads; the counts of any two ranks differ by at most the max of a block."""
     for row, work in enumerate(work_of_rows([mask], world_size)):
         listed = (mask.runs.to_kinds() != 3).sum((1, 3))[row]
         assert torch.equal(work.listed, listed.double())
@@ -288,7 +288,7 @@ def test_documents_of_any_length_are_cut_only_where_they_must(lengths: list[int]
 
 @given(st.integers(1, 700), st.integers(1, 5), st.sampled_from(EVEN_COUNTS))
 def test_balancers_count_work_as_plans_do(length: int, world_size: int, name: str) -> None:
-    """Also where the end of the sequence cuts a block."""
+    """This holds also if the end of the sequence cuts a block."""
     mask = create_block_mask(causal(), None, None, length, length, BLOCK_SIZE=64)
     (work,) = work_of_rows([mask], world_size)
     plan = build(mask, world_size, balancer=name)
@@ -303,10 +303,10 @@ def test_blocks_are_swapped_with_any_rank_that_makes_the_busiest_less_busy() -> 
     """The idlest rank, the second, has no block to swap."""
     owner, costs = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([2, 2, 2, 1.5, 1.2], dtype=torch.float64)
     work: Any = SimpleNamespace(costs=costs, world_size=3)
-    assert torch.equal(even_work(owner.clone(), work, 4), owner)  # no rank exceeds it
+    assert torch.equal(even_work(owner.clone(), work, 4), owner)  # no rank exceeds this work
     assert loads(even_work(owner, work, 3.6), costs, 3).tolist() == [3.5, 2, 3.2]
     work.costs, work.world_size = torch.tensor([2.0, 2.0] + [1.0] * 63, dtype=torch.float64), 64
-    # Of ranks that are equally busy, with the first.
+    # The first of equally busy ranks is chosen.
     swapped = even_work(torch.tensor([0, *range(64)]), work, 3)
     assert loads(swapped, work.costs, 64).tolist() == [3, 2] + [1] * 62
 
@@ -339,7 +339,7 @@ def test_locality_weighs_the_bytes_of_all_masks() -> None:
 
 
 def random_free_blocks(seed: int) -> tuple[FreeBlocks, Tensor]:
-    """Make the free ones of 12 blocks, and the columns that they see: bool [n, 12]."""
+    """Draw the free blocks among 12, and the columns that they see: bool [n, 12]."""
     draw = torch.Generator().manual_seed(seed)
     visible, is_free = torch.rand(12, 12, generator=draw) < 0.3, torch.rand(12, generator=draw) < 0.7
     is_free[:2] = True
@@ -348,7 +348,7 @@ def random_free_blocks(seed: int) -> tuple[FreeBlocks, Tensor]:
 
 @given(st.integers(0, 999), st.integers(2, 9), st.integers(1, 12))
 def test_windows_of_free_blocks_wrap_around_the_circle(seed: int, share: int, cuts: int) -> None:
-    """Work, visible columns and starts of all windows, and the sizes that are tried."""
+    """Compares work, visible columns and starts of all windows, and the sizes that are tried."""
     (blocks, visible), sizes = random_free_blocks(seed), []
     n = len(blocks.ids)
     for size in range(1, n + 1):

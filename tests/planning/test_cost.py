@@ -50,8 +50,8 @@ TIMES = {  # schedule: seconds forward and backward if the pairs of two ranks ta
 def test_times_of_a_small_case_equal_times_computed_by_hand(
     fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks of 256 tokens that see everything; K and V of one have 24,576 bytes, which take 2 s to send,
-    their gradients in float32 4 s, and twice that in an all-to-all. Each message waits 1/4 s."""
+    """Two ranks of 256 tokens see all keys. K and V of a rank have 24,576 bytes, which take 2 s to send;
+    their float32 gradients take 4 s, and twice that in an all-to-all. Each message waits 1/4 s."""
     monkeypatch.setattr(traffic, "SMALL", 0)  # an all-gather has two groups of heads
     shape = cost.Shape(heads=4, kv_heads=2, head_dim=8, v_head_dim=16)
     flops = 256 * 256 * 2 * 4 * 24 / (0.25 if fast else 10)  # of 256 queries and 256 keys, in a second

@@ -1,4 +1,5 @@
-"""Tests of `plan.metrics()`: the predicted memory is that of the schedules' buffers, the bytes those sent."""
+"""Tests of `plan.metrics()`: predictions equal the memory of the schedules' buffers, and the bytes they
+send."""
 
 from __future__ import annotations
 

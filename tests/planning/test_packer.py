@@ -128,8 +128,8 @@ def test_one_step_without_a_limit_has_at_most_four_thirds_of_the_best_work(lengt
 
 @given(problems(), COSTS)
 def test_a_replica_waits_for_no_sequence_that_it_has_room_for(problem, cost) -> None:
-    """In one step: a micro-batch has, without its shortest sequence, at most the work of one with such
-    room."""
+    """Within a step, a micro-batch without its shortest sequence has at most the work of a micro-batch with
+    room for it."""
     lengths, tokens, shape = problem
     batches = pack_batches(lengths, tokens, **shape, token_cost=cost)
     room = shape["ranks"] * (tokens // BLOCK * BLOCK)
@@ -189,7 +189,7 @@ def count_heap_operations(lengths: list[int], tokens: int, shape: dict[str, Any]
     return heaps.count, len(batches)
 
 
-LONG_THIRDS = [100 + i % 30 for i in range(600)]  # two of 256 tokens fit, which their sum does not tell
+LONG_THIRDS = [100 + i % 30 for i in range(600)]  # two fit, although the sum allows more
 
 
 @given(problems())

@@ -81,7 +81,7 @@ def test_slots_are_pieces_of_one_block_and_cover_the_rows(plan: Plan) -> None:
         nonempty = tokens > 0
         block = plan.mask.q_block
         assert bool((position // block == (position + tokens - 1) // block)[nonempty].all())
-        assert torch.equal(row[nonempty], (tokens.cumsum(1) - tokens)[nonempty])  # one behind the other
+        assert torch.equal(row[nonempty], (tokens.cumsum(1) - tokens)[nonempty])  # one after the other
         assert torch.equal(row_positions(plan.q.slots[rank], plan.q.lengths[rank]), plan.q.positions(rank))
 
 

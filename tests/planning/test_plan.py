@@ -33,7 +33,7 @@ def masks(draw: Callable) -> Mask:
     rows, cols = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     batch, heads = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
     q_len, kv_len = (n * b - draw(st.integers(0, b - 1)) for n, b in ((rows, q_block), (cols, kv_block)))
-    if draw(st.booleans()):  # square, so that keys lie where queries do
+    if draw(st.booleans()):  # square, so that keys are placed with queries
         kv_len, cols = q_len, -(-q_len // kv_block)
     g = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     kinds = torch.randint(0, 3, (batch, heads, rows, cols), generator=g, dtype=torch.uint8)

@@ -112,8 +112,8 @@ def test_the_ring_brings_keys_to_every_reader_and_gradients_to_every_owner(table
     world = len(reads)
     route = traffic.ring_route(reads)
     hops = [traffic.ring(reads, rank, route) for rank in range(world)]
-    location = list(range(world))  # whose K and V lie where
-    gradient: list[set[int] | None] = [None] * world  # who has added to the gradient that lies there
+    location = list(range(world))  # owner of the K and V at each rank
+    gradient: list[set[int] | None] = [None] * world  # ranks that have added to the gradient at each rank
     read = [set() for _ in range(world)]
     home = [set() for _ in range(world)]
     for turn in range(len(hops[0])):

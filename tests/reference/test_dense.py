@@ -1,4 +1,4 @@
-"""The oracle against torch's own eager flex attention, and against itself where torch has no equivalent."""
+"""The reference against torch's eager flex attention, and against itself if torch has no equivalent."""
 
 import math
 from itertools import product

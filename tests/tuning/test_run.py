@@ -138,7 +138,7 @@ def test_single_launches_are_checked_against_float32_and_timed(kernel, v_dim, sc
         assert bench.wrong(target, config) is None
         assert bench.milliseconds(target, config) > 0
     name = {"forward": "out", "dq": "dq", "dkdv": "dv", "fused": "dk"}[kernel]
-    getattr(bench._problem_for(target).expected, name)[0, 0, 5] += 1  # as a kernel that is off in one row
+    getattr(bench._problem_for(target).expected, name)[0, 0, 5] += 1  # like a kernel with a wrong row
     assert "ValueError" in (bench.wrong(target, Config(24, 16)) or ""), "a failed launch is a reason"
     problem_text = bench.wrong(target, Config(32, 16))
     assert problem_text is not None and problem_text.startswith(f"{name} is off by")

@@ -48,7 +48,7 @@ def checkpoint_policy(
         otherwise: decides about all other ops: a policy, or a list of ops to save; None: recompute them.
 
     Returns:
-        A policy (ctx, op, *args, **kwargs) for ``create_selective_checkpoint_contexts``.
+        A policy ``(ctx, op, *args, **kwargs)`` for ``create_selective_checkpoint_contexts``.
 
     Raises:
         TypeError: for a list of anything but op overloads.

@@ -226,8 +226,8 @@ class World:
         chosen = [None] * self.world_size if selections is None else selections
         self._count(chosen)
         passed = [
-            Arguments(*shard, score_mod, None, None, positions=None, selected=one, **options)
-            for *shard, one in zip(queries, keys, values, chosen)
+            Arguments(query, key, value, score_mod, selected=one, **options)
+            for query, key, value, one in zip(queries, keys, values, chosen)
         ]
         passed = list(map(validate.check_arguments, passed))
         plan = self._shared_plan(mask, passed)

@@ -76,18 +76,7 @@ def engine_of(
     warn_left_out(call.options)
     plan, score, device = call.plan, call.score, q.device
     if not q.is_cuda and not uses_triton(device):
-        warn_untested("torch")
-        if call.is_invariant:
-            raise ValueError(
-                "kernel option invariant=True on the CPU engine, where the bits of matrix products depend on "
-                "shapes: omit it, or run the Triton kernels, on a GPU or with TRITON_INTERPRET=1"
-            )
-        mask = call_mods.translate_mask(plan, q)
-        on_device = None if mask is None else mask.on_current_stream()
-        engine = cpu_engine(call, on_device, q.dtype, grads)
-        if call.selected is not None:
-            return SelectedCpuEngine(engine, call.selected, _pairs(call, on_device, q), *_rows(call, q))
-        return engine
+        return _cpu_engine_of(call, q, grads)
     warn_untested("torch", "triton")
     tensors, numbers = call.score_tensors, ()
     if score is not None:
@@ -130,6 +119,22 @@ def _pairs(call: Call, mask_mod: Mod | None, q: Tensor) -> VisiblePairs:
 def _rows(call: Call, q: Tensor) -> tuple[int, Tensor]:
     """Return the number of query heads, and the positions of the rows."""
     return q.shape[1], call.plan.positions
+
+
+def _cpu_engine_of(call: Call, q: Tensor, grads: Sequence[Tensor]) -> Engine:
+    """Return the CPU engine for one pass of a call."""
+    warn_untested("torch")
+    if call.is_invariant:
+        raise ValueError(
+            "kernel option invariant=True on the CPU engine, where the bits of matrix products depend on "
+            "shapes: omit it, or run the Triton kernels, on a GPU or with TRITON_INTERPRET=1"
+        )
+    mask = call_mods.translate_mask(call.plan, q)
+    on_device = None if mask is None else mask.on_current_stream()
+    engine = cpu_engine(call, on_device, q.dtype, grads)
+    if call.selected is not None:
+        return SelectedCpuEngine(engine, call.selected, _pairs(call, on_device, q), *_rows(call, q))
+    return engine
 
 
 def _why_new(key: EngineKey, known: Iterable[EngineKey]) -> str:

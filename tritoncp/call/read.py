@@ -244,7 +244,8 @@ class OpArguments(NamedTuple):
 
     def decode(self, x: Tensor) -> Call:
         """Decode the call. x: a tensor on its device. Checks that the state of the mask of a :class:`Call` is
-        unchanged; in a graph, the op that looks up the plan has done so."""
+        unchanged, since a program of torch.jit may run the op again; in a graph, the op that looks up the
+        plan has done so."""
         named, spec, score, expand = object_of(self.plan), decode_spec(self.spec), None, None
         score_tensors: Sequence[Tensor] = ()
         scale, options = self.scale, spec.options

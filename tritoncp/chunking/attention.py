@@ -71,7 +71,7 @@ def fault(node: Node, cut: Any) -> str:
     """Return why an attention node cannot be cut, "" if it can."""
     spec = decode_spec(argument(node, "spec"))
     if spec.selected is not None:
-        return "has selected=, whose rows are those of the whole query: attend to selected keys outside of chunks"
+        return "has selected=, whose rows are those of whole queries: keep it outside of chunks"
     if spec.sizes is not None:
         return "has expand=, and each chunk would compute keys and values again: expand before the call"
     if dict(spec.options).get("invariant"):

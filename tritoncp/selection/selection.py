@@ -23,7 +23,7 @@ class Selection(NamedTuple):
     indices:     int32 or int64 [1 or B, Hs, rows, n], -1 for none, in any order; a repeated index counts
                  once. With ``block_size=1`` an index is the global position of a key, else the number of a
                  block: keys ``block_size * i`` to ``block_size * (i + 1) - 1``. Hs is 1, the number of KV
-                 heads or that of query heads. Rows are the local queries in their order, as of a shard.
+                 heads or the number of query heads. Rows are the local queries in the order of the shard.
     block_size:  1, or a multiple of 16
     query_block: number of adjacent local queries that share a row of ``indices``
 
@@ -53,9 +53,14 @@ class Selection(NamedTuple):
         return self._replace(indices=ordered.masked_fill_(repeated, -1).sort(-1).values)
 
     def to_dense(self, kv_len: int, rows: int | None = None) -> Tensor:
-        """Return the selected pairs, bool [1 or B, Hs, rows, kv_len]. For tests and small sequences.
+        """Return the selected pairs as a dense tensor, for tests and small sequences.
 
-        rows: number of queries; None: ``query_block`` times the rows of ``indices``
+        Args:
+            kv_len: number of keys
+            rows: number of queries; None: ``query_block`` times the rows of ``indices``
+
+        Returns:
+            Whether each pair is selected, bool [1 or B, Hs, rows, kv_len].
         """
         blocks = -(-kv_len // self.block_size)
         index = torch.where(self.indices < 0, blocks, self.indices).long()  # none: one more block, cut off

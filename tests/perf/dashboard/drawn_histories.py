@@ -72,8 +72,8 @@ def moments(drawn: Drawn) -> Iterator[Drawn]:
 
 
 def judge(method: Method, histories: Sequence[Drawn]) -> Counter[str]:
-    """Count the histories, and in how many a method names another commit, names the newest step after RUNS
-    runs (``right``), that alone (``exact``), or not (``late``)."""
+    """Count the histories, and how often a method names another commit, names the newest step after RUNS runs
+    (``right``), names only that step (``exact``), or does not (``late``)."""
     counts: Counter[str] = Counter(histories=len(histories))
     for drawn in histories:
         wrong = False
