@@ -28,7 +28,7 @@ test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 	$(pytest) $(draws) $(ARGS)
 
 # Without files that compile graphs, start processes or draw pictures.
-slow := api/test_dynamo* api/test_parallel.py api/test_reshard.py api/test_trees.py planning/report/*
+slow := api/test_dynamo* api/test_parallel.py api/test_reshard.py api/test_trees.py report/*
 quick: $(VENV)/.dev-ready ## tests of plans, masks, the CPU engine and calls: before a commit
 	$(pytest) tests/planning tests/masks tests/cpu tests/api $(foreach file,$(slow),--ignore-glob='*/$(file)') $(ARGS)
 

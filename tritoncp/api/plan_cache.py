@@ -31,7 +31,7 @@ from tritoncp.ops import signatures
 from tritoncp.ops.executable import MAX_CHECKED_CALLS, caches_of
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.report.text import format_title
+from tritoncp.report.text import format_title
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
 MAX_BYTES = 1 << 30  # bytes of their masks and placements

@@ -23,7 +23,7 @@ from tritoncp.chunking.streams.storages import bytes_of, hint, is_collective, is
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.ops.flop_formulas import count_flops
 from tritoncp.ops.graph.key_exchange import backward_part_op, forward_part_op
-from tritoncp.planning.cost import Hardware
+from tritoncp.planning.hardware import Hardware
 from tritoncp.planning.plan import Plan
 
 ALLOCATIONS = {

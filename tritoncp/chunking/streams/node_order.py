@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from tritoncp.chunking.streams.costs import node_costs
 from tritoncp.chunking.streams.storages import LiveBytes, Storages, dependencies_of
 from tritoncp.chunking.streams.timeline import LEGEND, StreamClock, Timeline, replay
-from tritoncp.planning.cost import Hardware
+from tritoncp.planning.hardware import Hardware
 
 # Memory limits to try: a list schedule exceeds its limit where no ready node fits, so lower limits may fit.
 MEMORY_SHARES = (1.0, 0.96, 0.9, 0.0)

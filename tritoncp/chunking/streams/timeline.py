@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from tritoncp.chunking.streams.costs import NodeCost, node_costs
 from tritoncp.chunking.streams.storages import LiveBytes, Storages
-from tritoncp.planning.cost import Hardware
+from tritoncp.planning.hardware import Hardware
 
 STREAMS = ("compute", "communication")
 SIGNS = {"product": "#", "attention": "@", "memory": "-", "message": "=", "wait": " "}
