@@ -27,10 +27,11 @@ pytest := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 	$(pytest) $(draws) $(ARGS)
 
-# Without files that compile graphs, start processes or draw pictures.
-slow := api/test_dynamo* api/test_parallel.py api/test_reshard.py api/test_trees.py report/*
+# Without files that compile graphs, start processes, draw pictures or run many interpreted kernels.
+slow := graph/test_dynamo* report/* $(addprefix api/test_,layout.py log_lines.py parallel.py reshard.py roll.py \
+	trees.py) $(addprefix call/test_,autograd.py call_modes.py expand.py modes_around_calls.py)
 quick: $(VENV)/.dev-ready ## tests of plans, masks, the CPU engine and calls: before a commit
-	$(pytest) tests/planning tests/masks tests/cpu tests/api $(foreach file,$(slow),--ignore-glob='*/$(file)') $(ARGS)
+	$(pytest) tests/planning tests/masks tests/cpu tests/graph tests/call tests/api $(foreach file,$(slow),--ignore-glob='*/$(file)') $(ARGS)
 
 scorecard: $(VENV)/.dev-ready ## the tests that prove the rows of docs/scorecard.md, and what was seen
 	$(pytest) -q -p tests.scorecard -m "bar and not nightly" $(ARGS)
@@ -51,7 +52,7 @@ find-browser:
 
 # Models and trainers of other libraries, in an environment with pins of its own.
 others := .venv-integrations
-test-integrations: ## train models of transformers and torchtitan on CPU ranks
+test-integrations: ## train models of transformers, TRL and torchtitan on CPU ranks
 	$(MAKE) --no-print-directory VENV=$(others) CONSTRAINTS=constraints-integrations.txt $(others)/.integrations-ready
 	OMP_NUM_THREADS=1 $(others)/bin/python -m pytest -m "integrations or not long" tests/integrations $(ARGS)
 
@@ -69,8 +70,8 @@ test-newest: ## the suite with the versions of constraints-newest.txt
 	$(MAKE) --no-print-directory VENV=$(newest) CONSTRAINTS=constraints-newest.txt test
 
 # What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, once with two threads.
-bits := tests/kernels tests/ops tests/cpu $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
-	distributed/test_schedules distributed/test_ulysses api/test_dynamo masks/test_varlen \
+bits := tests/kernels tests/call tests/cpu $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
+	distributed/test_schedules distributed/test_ulysses graph/test_dynamo masks/test_varlen \
 	test_extremes))
 machines := 'OPENBLAS_CORETYPE=Prescott MKL_CBWR=COMPATIBLE' \
 	'OMP_NUM_THREADS=2 OPENBLAS_CORETYPE=Zen MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2'
@@ -169,5 +170,5 @@ $(VENV)/.mutants-ready: pyproject.toml $(VENV)/.dev-ready
 	@touch $@
 
 $(VENV)/.integrations-ready: pyproject.toml $(files) $(VENV)/.torch-ready
-	$(call install,its tests,'.[test]' accelerate torchtitan transformers)
+	$(call install,its tests,'.[test]' accelerate lightning torchtitan transformers trl)
 	@touch $@

@@ -47,6 +47,8 @@ html_theme_options = {
     "footer_icons": [{"name": "Repository", "url": REPOSITORY, "html": "Repository", "class": ""}],
 }
 html_title = f"tritoncp {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_show_copyright = False
 
@@ -120,7 +122,7 @@ def join_continuations(text: str) -> str:
     """Remove the indentation of lines that continue a line which is not indented."""
     lines, in_paragraph = [], False
     for line in text.split("\n"):
-        indented, item = line.startswith(" "), line.lstrip().startswith(("-", "*", ".."))
+        indented, item = line.startswith(" "), line.lstrip().startswith(("-", "*", "..", ":"))
         lines.append(line.lstrip() if in_paragraph and indented and not item else line)
         in_paragraph = bool(line.strip()) and (in_paragraph or not indented) and not item
     return "\n".join(lines)

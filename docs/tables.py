@@ -33,29 +33,38 @@ from tritoncp.planning.problem import Problem
 from tritoncp.report.units import format_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = (1 << 17, 1 << 20)  # tokens of the tables "balance"
-WORLDS = (8, 64)
-SCALES = ((1 << 20, 64), (8 << 20, 1024))  # tokens and ranks of the tables "scaling"
+SIZES = ((1 << 17, 8), (1 << 20, 64))  # tokens and ranks of the table "balance"
+SCALES = ((1 << 20, 64), (8 << 20, 1024))  # of the table "scaling"
 SCALED = "causal", "corpus", "window4k", "prefix", "corpus-window4k"
 MIB = 1 << 20
 
-# The name of each mask in the page: a key of planning.problem.MASKS, and a note.
+# The name of each mask in the page: a key of planning.problem.MASKS.
 STUDIED = {
-    "causal": ("causal", "Every block sees all before it: any even placement moves most of the keys."),
-    "window 1K": ("window", "Natural order is even already, and sends a window to each neighbour."),
-    "window 4K": ("window4k", "In natural order the first rank has less to do: short windows at the start."),
-    "documents": ("corpus", "As a corpus packs: many short documents, a few long ones."),
-    "long documents": (
-        "document",
-        "Fifteen documents of fixed shares of the sequence, the longest a quarter of it.",
-    ),
-    "documents, window 1K": ("corpus-window", "The documents of the corpus, each in a sliding window."),
-    "prefix-LM": ("prefix", "Causal, and all see the first quarter."),
-    "shared question": (
-        "shared-question",
-        "A tree: all see the first quarter, and behind it only their own answer; causal.",
-    ),
+    "causal": "causal",
+    "window 4K": "window4k",
+    "documents": "corpus",
+    "long documents": "document",
+    "documents, window 1K": "corpus-window",
+    "prefix-LM": "prefix",
+    "shared question": "shared-question",
 }
+COMPARED = tuple(name for name in balancers if name not in ("ptrr_unweighted", "spt"))
+TIMED = (  # names of everyday_masks
+    "documents",
+    "window",
+    "prefix-LM documents",
+    "documents with padding",
+    "window and sinks",
+    "chunks",
+    "images both ways",
+    "block diffusion",
+    "dilated window",
+    "random padding",
+    "tree",
+    "neighbours of a grid",
+    "window of each head",
+    "32 packed rows",
+)
 EVEN = 1.02
 FITTED, FITTED_SCHEDULES = ("causal", "corpus", "window4k"), ("allgather", "ring", "fetch", "ulysses")
 LENGTHS = range(1 << 17, 1 << 24, 1 << 17)  # tokens
@@ -65,12 +74,11 @@ FREE_BYTES = 80e9 - 16e9 - 10e9  # without the state of 8 billion parameters, ML
 class Quality(NamedTuple):
     """The quality of a placement.
 
-    imbalance: largest work of a rank over the mean
+    imbalance: maximum work of a rank over the mean
     travels:   rows of keys that all ranks fetch, in per cent of the rows that a full all-gather moves
     seconds:   time of one core to build a rank's plan with the tables of its first step
-    peak:      most memory that it held meanwhile, beyond what the process held before, in bytes; None except
-               on Linux
-    schedule:  that the plan has
+    peak:      maximum memory beyond what the process held before, in bytes; None except on Linux
+    schedule:  the plan's schedule
     """
 
     imbalance: float
@@ -100,80 +108,57 @@ def fetched_rows(plan: Plan) -> int:
     return int(plan.traffic.clone().fill_diagonal_(0).sum()) // max(plan.mask.B, plan.q.batch)
 
 
-def format_balance(sizes: Sequence[int], worlds: Sequence[int]) -> str:
-    """Measure every balancer over masks, lengths and ranks, and format a table for each mask."""
-    parts = []
-    for name, (mask_name, note) in STUDIED.items():
-        rows = []
-        for size in sizes:
-            mask = Problem(mask_name, size).block_mask()
-            for world_size in worlds:
-                cells = [_format_cell(measure_quality(mask, world_size, balancer)) for balancer in balancers]
-                rows.append([f"{size >> 10}K", str(world_size), *cells])
-                click.echo(f"{name}, {size} tokens, {world_size} ranks", err=True)
-        parts += [
-            f"#### {name[:1].upper()}{name[1:]}",
-            note,
-            _format_table(["tokens", "ranks", *balancers], rows),
-        ]
-    return "\n\n".join(parts)
+def format_balance() -> str:
+    """Measure balancers over masks, lengths and ranks, and format a table."""
+    rows = []
+    for name, mask_name in STUDIED.items():
+        for tokens, world_size in SIZES:
+            mask = Problem(mask_name, tokens).block_mask()
+            cells = [_format_cell(measure_quality(mask, world_size, balancer)) for balancer in COMPARED]
+            rows.append([name, f"{format_tokens(tokens)} × {world_size}", *cells])
+            click.echo(f"{name}, {tokens} tokens, {world_size} ranks", err=True)
+    return _format_table(["mask", "tokens × ranks", *COMPARED], rows)
 
 
-def format_scale(scales: Sequence[tuple[int, int]]) -> str:
-    """Measure whole plans with `schedule="auto"`, and format a table for each length and number of ranks."""
-    parts = []
-    for tokens, world_size in scales:
-        rows = []
-        for name in SCALED:
-            mask = Problem(name, tokens).block_mask()
-            for balancer in balancers:
-                result = measure_quality(mask, world_size, balancer, "auto")
-                figures = [
-                    f"{result.imbalance:.3f}",
-                    f"{result.travels:.1f} %",
-                    f"{result.seconds:.2f} s",
-                    _format_mib(result.peak),
-                ]
-                rows.append([name, balancer, *figures, result.schedule])
-                click.echo(f"{name}, {tokens} tokens, {world_size} ranks, {balancer}", err=True)
-        heads = ["mask", "balancer", "max/mean", "keys that travel", "plan", "most memory", "auto"]
-        title = f"#### {format_tokens(tokens)} tokens on {world_size} ranks"
-        parts += [title, _format_table(heads, rows)]
-    return "\n\n".join(parts)
+def format_scale() -> str:
+    """Measure whole plans with `schedule="auto"`, and format the maxima over masks for each balancer."""
+    rows = {balancer: [balancer] for balancer in COMPARED}
+    heads = ["balancer"]
+    for tokens, world_size in SCALES:
+        masks = [Problem(name, tokens).block_mask() for name in SCALED]
+        for balancer, row in rows.items():
+            results = [measure_quality(mask, world_size, balancer, "auto") for mask in masks]
+            row.append(f"{max(result.seconds for result in results):.2f}")
+            row.append(_format_mib(max(result.peak or 0 for result in results)))
+            click.echo(f"{tokens} tokens, {world_size} ranks, {balancer}", err=True)
+        size = f"{format_tokens(tokens)} × {world_size}"
+        heads += [f"{size}, s", f"{size}, MiB"]
+    return _format_table(heads, list(rows.values()))
 
 
 def format_python_masks(tokens: int, torch_tokens: int) -> str:
-    """Measure masks of Python functions and their plans, and format a table."""
+    """Measure masks of Python functions with their first plans, and format a table."""
     ours, torchs = everyday_masks(tokens), everyday_masks(torch_tokens)
     rows = []
-    for name, item in ours.items():
+    for name in TIMED:
+        item, small = ours[name], torchs[name]
         base = start_peak()
         start = time.process_time()
         mask = create_block_mask(item.mod, item.B, item.H, item.length, item.length)
-        seconds = [time.process_time() - start]
-        for _ in range(2):
-            start = time.process_time()
-            make_plan(mask, world_size=16, rank=1)
-            seconds.append(time.process_time() - start)
+        make_plan(mask, world_size=16, rank=1)
+        seconds = time.process_time() - start
         memory = _format_mib(peak_since(base))
-        intervals = mask.row_intervals()
-        most = "–" if intervals is None else str(intervals.shape[2] // 2)
-        small = torchs[name]
         start = time.process_time()
         flex_attention.create_block_mask(
             small.mod, small.B, small.H, small.length, small.length, device="cpu"
         )
-        torch_seconds = time.process_time() - start
-        figures = [f"{x:.2f} s" for x in (seconds[0] + seconds[1], seconds[2])]
-        rows.append([name, most, *figures, memory, f"{torch_seconds:.2f} s"])
+        rows.append([name, f"{seconds:.2f}", memory, f"{time.process_time() - start:.2f}"])
         click.echo(f"{name}, {tokens} tokens", err=True)
-    heads = ["mask", "intervals of a row", "mask and plan", "plan again", "most memory"]
-    title = f"#### {format_tokens(tokens)} tokens, masks of Python functions"
-    return f"{title}\n\n" + _format_table([*heads, f"torch's, {format_tokens(torch_tokens)} tokens"], rows)
+    return _format_table(["mask", "s", "MiB", f"torch, {format_tokens(torch_tokens)} tokens, s"], rows)
 
 
 def _format_mib(count: int | None) -> str:
-    return "–" if count is None else f"{count / MIB:.0f} MiB"
+    return f"{count / MIB:.0f}" if count else "–"
 
 
 def format_fit() -> str:
@@ -203,11 +188,11 @@ def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _format_cell(result: Quality) -> str:
     """
-    >>> _format_cell(Quality(2.5, 0.04, 0.512, None, "fetch"))
-    '**2.500** · 0.0 % · 0.51 s'
+    >>> _format_cell(Quality(2.5, 3.6, 0.512, None, "fetch"))
+    '**2.500** · 4 %'
     """
     uneven = "**" * (result.imbalance > EVEN)
-    return f"{uneven}{result.imbalance:.3f}{uneven} · {result.travels:.1f} % · {result.seconds:.2f} s"
+    return f"{uneven}{result.imbalance:.3f}{uneven} · {result.travels:.0f} %"
 
 
 # -- packers ------------------------------------------------------------------------------------------------
@@ -348,7 +333,6 @@ PACKERS = {
 class Drawn(NamedTuple):
     """A distribution of lengths: log-normal, by median and spread, a share of the sequences by another."""
 
-    note: str
     median: int
     spread: float
     share: float = 0.0
@@ -366,69 +350,55 @@ class Drawn(NamedTuple):
 
 
 DRAWN = {
-    "long SFT": Drawn(
-        "short chats, one in ten a long document of 8K to 64K tokens", 800, 1.0, 0.1, 24000, 0.6
-    ),
-    "RL rollouts": Drawn("chains of thought with a long tail, cut at 32K", 5000, 0.9, most=1 << 15),
-    "books and web": Drawn("web pages, one in fifty a book cut at 64K", 700, 1.1, 0.02, 90000, 0.6),
+    "long SFT": Drawn(800, 1.0, 0.1, 24000, 0.6),  # chats, one in ten a document of 8K to 64K tokens
+    "RL rollouts": Drawn(5000, 0.9, most=1 << 15),  # chains of thought with a long tail, cut at 32K
+    "books and web": Drawn(700, 1.1, 0.02, 90000, 0.6),  # web pages, one in fifty a book cut at 64K
 }
 
 
-def measure_row(lengths: Sequence[int], row: Row) -> tuple[float, int, int]:
-    """Predict a layer's time on the slowest rank of a row, forward and backward; return (seconds, rows of
-    padding on all ranks, bytes that they send)."""
+def measure_row(lengths: Sequence[int], row: Row) -> float:
+    """Predict a layer's time on the slowest rank of a row, forward and backward, in seconds."""
     inside = [lengths[i] for i in row.sequences]
     hardware = hardware_of(row.ranks)
     pairs = sum(length * (length + 1) // 2 for length in inside) / row.ranks
-    rows, sent, received = sum(inside), 0, 0
+    rows, received = sum(inside), 0
     if row.zig_zag and row.ranks > 1:
         rows = sum(-(-length // (2 * row.ranks)) * 2 * row.ranks for length in inside)
-        sent, received = rows * (row.ranks - 1), rows * (row.ranks - 1) // row.ranks
+        received = rows * (row.ranks - 1) // row.ranks
         rows //= row.ranks
     elif row.ranks > 1:
         mod = causal() & document(lengths=inside)
         mask = create_block_mask(mod, 1, 1, sum(inside), sum(inside))
         plan = build(mask, row.ranks, 0, balancer="locality", schedule="fetch")
         remote = plan.traffic.clone().fill_diagonal_(0)
-        sent, received = int(remote.sum()), int(torch.maximum(remote.sum(0), remote.sum(1)).max())
+        received = int(torch.maximum(remote.sum(0), remote.sum(1)).max())
         pairs, rows = pairs * plan.imbalance, plan.s_local
     wire = received * BYTES_OF_KEY / hardware.bandwidth
-    seconds = max(pairs * FLOPS_OF_PAIR / hardware.flops, wire) + rows * FLOPS_OF_TOKEN / hardware.flops
-    return seconds, rows * row.ranks - sum(inside), sent * BYTES_OF_KEY
+    return max(pairs * FLOPS_OF_PAIR / hardware.flops, wire) + rows * FLOPS_OF_TOKEN / hardware.flops
 
 
-def measure_packing(lengths: Sequence[int], packing: Packing) -> tuple[float, int, int]:
-    """Sum the slowest row of each step, the padding and the bytes of all rows; see :func:`measure_row`."""
-    steps = [[measure_row(lengths, row) for row in step] for step in packing]
-    seconds = sum(max(row[0] for row in step) for step in steps)
-    padding = sum(row[1] for step in steps for row in step)
-    return seconds, padding, sum(row[2] for step in steps for row in step)
+def measure_packing(lengths: Sequence[int], packing: Packing) -> float:
+    """Sum the seconds of the slowest row of each step; see :func:`measure_row`."""
+    return sum(max(measure_row(lengths, row) for row in step) for step in packing)
 
 
 def format_packers(count: int = SEQUENCES) -> str:
-    """Predict the steps of every packer over distributions and clusters, and format a table."""
+    """Predict the time of every packer over distributions and clusters, and format a table."""
     rows = []
     for name, drawn in DRAWN.items():
         lengths = drawn.lengths(count)
         for ranks, replicas in CLUSTERS:
-            cells = []
-            for pack in PACKERS.values():
-                packing = pack(lengths, ranks, replicas)
-                seconds, padding, sent = measure_packing(lengths, packing)
-                share = 100 * padding / sum(lengths)
-                figures = f"{1e3 * seconds:.1f} ms", f"{share:.1f} %", f"{sent / 2**30:.2f} GiB"
-                cells.append(" · ".join([*figures, f"{len(packing)}"]))
+            packings = [pack(lengths, ranks, replicas) for pack in PACKERS.values()]
+            cells = [f"{1e3 * measure_packing(lengths, packing):.0f}" for packing in packings]
             rows.append([name, f"{ranks} × {replicas}", *cells])
             click.echo(f"{name}, {ranks} x {replicas} ranks", err=True)
-    notes = "; ".join(f"{name}: {drawn.note}" for name, drawn in DRAWN.items())
-    return f"{notes[:1].upper()}{notes[1:]}.\n\n" + _format_table(
-        ["lengths", "ranks × replicas", *PACKERS], rows
-    )
+    return _format_table(["lengths", "ranks × replicas", *PACKERS], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "balance": lambda: format_balance(SIZES, WORLDS),
-    "scaling": lambda: "\n\n".join([format_python_masks(1 << 20, 1 << 13), format_scale(SCALES)]),
+    "balance": format_balance,
+    "masks": lambda: format_python_masks(1 << 20, 1 << 13),
+    "scaling": format_scale,
     "fit": format_fit,
     "packers": format_packers,
 }

@@ -296,7 +296,7 @@ def dkdv_kernel(
                         i_h += tl.where(i_t == tiles.end, 1, 0)
                         i_t = tl.where(i_t == tiles.end, tiles.begin, i_t)
 
-    # Load again (without: 8 bytes spilled on sm_80, 128 channels).
+    # Again (without: 24 bytes spilled on sm_80, 128 channels).
     kv = locate_tile(tables.kv_slots, i_b, i_tile, KV_LAYOUT, True)
     kv_rows = head_rows(i_b, i_part, kv, o_n)
     store_pieces(dk, kv_rows, scale_pieces(b_dk, SCALE), QK, ADD)

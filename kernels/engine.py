@@ -42,12 +42,12 @@ from tritoncp.kernels.tile_rules import (
 from tritoncp.kernels.tile_runs import MaskRule
 from tritoncp.kernels.tiles import INTERPRETED, channels, copyable, view
 
-MAX_PARTIAL_BYTES = 256 << 20  # of partial sums: dK/dV of a GQA group, states of a row's keys
-FULL_TILE_ROWS = 128  # rows that fill a tile on every architecture
+MAX_PARTIAL_BYTES = 256 << 20  # max bytes of partial sums: dK/dV of a GQA group, states of a row's keys
+FULL_TILE_ROWS = 128  # number of rows that fill a tile on every architecture
 
 
 class RequestedRouteWarning(UserWarning):
-    """A step goes by another route than the one that its kernel options request."""
+    """Warns that a step takes another route than its kernel options request."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class TritonEngine:
 
     scale:    multiplies q k^T before score_mod
     options:  torch-style kernel options, see :func:`tritoncp.kernels.options.choose`
-    arch:     architecture whose tile shapes to use; by default that of the tensors' device
-    first_row: the index in the full batch of row 0 of the tensors, for masks and mods
-    first_head: the layer's index of the tensors' first query head, likewise
+    arch:     architecture whose tile shapes are used; by default the architecture of the tensors' device
+    first_row: index in the whole batch of the tensors' batch row 0, for masks and mods
+    first_head: index in the layer of the tensors' first query head, for masks and mods
     launches: cache of launches. All steps of an engine with the same tables, first head
               and flags have tensors of the same layouts, so that a look-up need not inspect them
     """
@@ -70,13 +70,13 @@ class TritonEngine:
     first_row: int = 0
     first_head: int = 0
     launches: Any = field(default_factory=dict, repr=False)
-    v_head_dim = None  # that of values
+    v_head_dim = None  # the head dim of values
 
     def __post_init__(self) -> None:
         check_options(self.options, self.arch)
 
     def with_captures(self, caps: tuple[Any, ...], dcaps: tuple[Any, ...]) -> "TritonEngine":
-        """Copy an engine whose score_mod has no captures, with some, see :class:`tritoncp.mods.Mod`."""
+        """Copy an engine and give its score_mod captures, see :class:`tritoncp.mods.Mod`."""
         (mask, score, grad, *rest), new = self.mods, tuple.__new__
         if dcaps:
             grad = new(Closure, (grad.fn, dcaps))  # as Closure(...), in half the time
@@ -94,20 +94,19 @@ class TritonEngine:
 
     @cached_property
     def kernel_set(self) -> tuple[Any, ...]:
-        """A key that engines which launch the same kernels share."""
+        """Key of the kernels that the engine launches; engines with equal keys launch the same kernels."""
         functions = [closure.fn for closure in self.mods[:4]]
         return *functions, self.scale, self.arch, *self.options.items()
 
     @property
     def fused(self) -> bool:
-        """Whether the loop of dK/dV also computes dQ: only if requested, and not where results must be
+        """Whether the loop of dK/dV also computes dQ: only if requested, and never if results must be
         deterministic."""
         deterministic = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
         return bool(self.options.get("FUSED_BACKWARD")) and not deterministic
 
     def forward(self, step: Any) -> Launch | Launches:
-        """Prepare one step of attention by the requested route, else by the route that was measured to be the
-        fastest.
+        """Prepare one step of attention by the requested route, or by the fastest measured one.
 
         step: :class:`tritoncp.planning.step_tables.ForwardStep`
         """
@@ -128,8 +127,8 @@ class TritonEngine:
 
     @cached_property
     def route(self) -> str:
-        """The requested route, else the measured one (with tiles of its own, on whole tiles of rows, one
-        program for each)."""
+        """The requested route, or the measured one (which has separate tiles, and needs whole tiles of rows
+        and one program per tile)."""
         entry, options = dict(self.options.get("CONFIGS", ())).get("route"), self.options
         if options.get("ROUTE"):
             return str(options["ROUTE"])
@@ -140,10 +139,10 @@ class TritonEngine:
     def loops(self, step: Any, kind: str = "forward") -> Launch | Launches:
         """Prepare a step of attention: one launch with a loop over masked blocks and one over full ones.
 
-        Where rows are few, a tile holds the rows of all query heads that share a KV head (option PACK_GQA
-        forces or forbids it; tables for each head rule it out), and several programs share their keys
-        (SPLIT_KV sets the number), whose states a second kernel combines, in the order of the keys: equal
-        calls give equal bits, but another number of programs gives other bits.
+        For few rows, a tile has the rows of all query heads that share a KV head (the option PACK_GQA forces
+        or forbids it; tables per head rule it out), and several programs share the keys (SPLIT_KV sets their
+        number). A second kernel combines their states in the order of the keys: equal calls give equal bits,
+        but another number of programs gives other bits.
         """
         q, k, v, tables, out, lse, max_scores, state, load_state, store_state = step
         tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "max_scores": max_scores}
@@ -165,7 +164,7 @@ class TritonEngine:
 
         def recipe() -> Recipe:
             args = {"n_s": s, "E": e, "BLOCK_M": 64, "BLOCK_E": triton.next_power_of_2(e)}
-            # Where two threads add their products, fma rounds one product in each thread, not the same one:
+            # If two threads add their products, fma rounds one product in each thread, and not the same one:
             # the copies of a row's sum would differ in their last bits.
             unfused = {"enable_fp_fusion": False}
             return Recipe(check_grid(-(-s // 64), h, b), args, Config(64, 0, 4, 1), options=unfused)
@@ -203,8 +202,8 @@ class TritonEngine:
         return self.launch(dkdv_kernel, kind, tensors, step.tables, flags, score_grad)
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
-        """Choose the number of programs that share a KV head's query heads: more than one only where there
-        are too few programs to fill the device, and the float32 partial sums stay small."""
+        """Choose the number of programs that share a KV head's query heads: more than one only if there are
+        too few programs to fill the device, and the float32 partial sums stay small."""
         group = q.shape[1] // k.shape[1]
         if q.device.type == "cpu" or group == 1 or self.options.get("invariant"):
             return 1
@@ -217,7 +216,7 @@ class TritonEngine:
     def config(
         self, kind: str, q: Tensor, v: Tensor, tables: Any, tma: bool = True, q_block: int | None = None
     ) -> Config:
-        """Choose the config of a kernel. q_block: largest number of rows of a tile, by default the mask's Q
+        """Choose the config of a kernel. q_block: max number of rows of a tile, by default the mask's Q
         block"""
         arch, block = self.arch or architecture(q.device), q_block or tables.q_block
         dim = max(q.shape[3], v.shape[3])
@@ -242,7 +241,7 @@ class TritonEngine:
         pack = pack if same_tables and options.get("PACK_GQA", True) else 1
         alone = few and q.shape[2] * pack <= FEW
         block = tables.q_block
-        if alone or pack > 1:  # wgmma and tcgen05 take 64 rows at least
+        if alone or pack > 1:  # wgmma and tcgen05 take at least 64 rows
             least = 64 if copies(arch) else 16
             block = triton.next_power_of_2(max(least, rows * pack))
         tile = config("few" if alone else "forward", q_block=block)
@@ -251,8 +250,8 @@ class TritonEngine:
         return tiling._replace(splits=options.get("SPLIT_KV") or self._splits(q, k, v, tables, tiling))
 
     def _splits(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tiling: Tiling) -> int:
-        """Choose the number of programs that share the keys of a tile: more than one only where rows are too
-        few to fill the device with programs, and the states of the programs stay small."""
+        """Choose the number of programs that share the keys of a tile: more than one only if rows are too few
+        to fill the device with programs, and the states of the programs stay small."""
         if q.device.type == "cpu" or not 0 < q.shape[2] < FULL_TILE_ROWS:
             return 1
         programs = tiling.count_tiles(tables) * tiling.count_heads(q, k) * q.shape[0]
@@ -270,8 +269,8 @@ class TritonEngine:
         self, kernel: Any, kind: str, tensors: dict[str, Any], tables: Any, flags: dict[str, Any],
         score_grad: Closure | None = None,
     ) -> Launch:  # fmt: skip
-        """Prepare a launch. ``tensors`` change at every call, mostly with the same layouts: the parts of the
-        launch that depend only on layouts and ``flags`` are cached."""
+        """Prepare a launch. ``tensors`` change at every call, but usually keep their layouts, so the parts of
+        the launch that depend only on layouts and ``flags`` are cached."""
         closures = {"score_mod": self.mods.score}
         if score_grad is not None:
             closures["score_grad"] = score_grad
@@ -285,7 +284,7 @@ class TritonEngine:
     def _recipe(self, kind: str, tensors: dict[str, Any], tables: Any, flags: dict[str, Any]) -> Recipe:
         """Build the parts of a launch that depend only on layouts and ``flags``."""
         q, k, v = (tensors[name] for name in "qkv")
-        by_keys = kind in ("dkdv", "fused")  # programs are tiles of keys, and queries are streamed
+        by_keys = kind in ("dkdv", "fused")  # each program computes a tile of keys, and queries are streamed
         streamed = streamed_tensors(tables, tensors, by_keys)
         arch, kv_heads = self.arch or architecture(q.device), k.shape[1]
         section = section_heads(kv_heads, streamed.count_bytes() // kv_heads, arch)
@@ -342,9 +341,8 @@ _SPLITS = forward_kernel.arg_names.index("splits")
 
 
 def _share_keys(cache: Any, key: Any, launch: Launch, tensors: dict[str, Any], tables: Any) -> Launches:
-    """Make the two launches of a step in which several programs share the keys of a tile: in the first each
-    program stores a state, under its own head index, and the second, cached by ``key``, combines the states.
-    """
+    """Make the two launches of a step in which several programs share the keys of a tile. In the first each
+    program stores a state under a separate head index; the second, cached by ``key``, combines the states."""
     args, (b, h, s, _), e = launch.args, tensors["q"].shape, tensors["v"].shape[3]
     splits, dtype, device = (
         args["splits"],

@@ -190,7 +190,7 @@ def forward_kernel(
                 b_v = stream_pieces(values, kv_rows, VO, CHECK)  # [N, E]
                 b_acc = add_dot(scale_pieces(b_acc, b_r[:, None]), b_p, b_v, PRECISION)
 
-    # Load again (without: 64 bytes spilled on sm_80, 192 channels).
+    # Again (without: 64 bytes spilled on sm_80, 192 channels).
     tile = locate_tile(tables.q_slots, i_b, i_tile, Q_LAYOUT, True)
     if splits is not None:
         i_h = i_h * splits + i_split

@@ -1,7 +1,7 @@
-"""Kernel launches, and a cache of the parts of a launch that all equal tensor layouts share.
+"""Kernel launches, and a cache of the parts of a launch that tensors of equal layouts share.
 
-Triton inspects each argument of each launch to look up the compiled kernel. Here a launch whose tensors have
-the layouts of an earlier one only replaces the addresses in that launch's arguments.
+Triton inspects each argument of each launch to look up the compiled kernel. Here, if an earlier launch had
+tensors of the same layouts, only the addresses in its arguments are replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHECKED = bool(INTERPRETED)  # compare the layouts of launches that share a cach
 # Triton's interpreter replaces its language's functions while a kernel runs: not for two threads at once.
 _INTERPRETER_LOCK: AbstractContextManager[Any] = threading.RLock() if INTERPRETED else nullcontext()
 
-Tensors = Mapping[str, Any]  # tensor or State by name of the argument; None for an absent one
+Tensors = Mapping[str, Any]  # tensor or State by name of the argument; None if it is absent
 Closures = Mapping[str, Closure]  # by name of the argument
 
 
@@ -61,7 +61,7 @@ class Launch(NamedTuple):
 
     @property
     def parts(self) -> tuple[Launch, ...]:
-        """A tuple of this launch alone, as the counterpart of Launches.parts."""
+        """A tuple of only this launch, the counterpart of Launches.parts."""
         return (self,)
 
     def with_args(self, **args: Any) -> Launch:
@@ -102,7 +102,7 @@ class Recipe(NamedTuple):
 
     args:        arguments by name, except arguments that change from launch to launch
     descriptors: (argument, tensor, fields) of the tiles that are copied by descriptor
-    options:     compiler options beside those of the config
+    options:     compiler options besides the options of the config
     """
 
     grid: tuple[int, ...]
@@ -118,8 +118,8 @@ class LaunchTemplate(NamedTuple):
     tensors:     (place, name, type of the argument, its fields besides the tensor)
     states:      (place, name, type and fields of each of its tensors)
     descriptors: (place, name of the tensor, fields)
-    closures:    (place, name) of those with captures
-    layouts:     layouts of all arguments, where kernels run interpreted; else empty
+    closures:    (place, name) of closures with captures
+    layouts:     layouts of all arguments if kernels run interpreted; else empty
     """
 
     launch: Launch
@@ -153,7 +153,7 @@ class LaunchTemplate(NamedTuple):
 def prepare_launch(
     cache: Any, key: Any, kernel: Any, tensors: Tensors, closures: Closures, recipe: Callable[[], Recipe]
 ) -> Launch:
-    """Prepare a launch of ``kernel`` on tensors, with functions whose captures also change.
+    """Prepare a launch of ``kernel`` on tensors, and on functions whose captures may also change.
 
     cache: earlier launches by ``key``, which determines the layouts; interpreted kernels verify this
     """

@@ -1,5 +1,5 @@
-"""The properties of arguments for which kernels are compiled and launches are prepared; no import of Triton,
-which calls on the CPU engine do without."""
+"""The properties of arguments for which kernels are compiled and launches are prepared. It does not import
+Triton, which the CPU engine does not need."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ def layout_of(x: Tensor) -> tuple[Any, ...]:
 
 
 def specialisation_of(value: Any) -> Any:
-    """The properties of an argument for which Triton specialises a kernel; of a tensor, dtype and alignment
-    without shape and strides, which are separate arguments."""
+    """The properties of an argument for which Triton specialises a kernel. For a tensor these are dtype and
+    alignment; shape and strides are separate arguments."""
     if isinstance(value, tuple):
         return tuple(map(specialisation_of, value))
     if isinstance(value, Tensor):

@@ -18,17 +18,17 @@ class Mods(NamedTuple):
 
     mask: Closure = NO_FUNCTION
     score: Closure = NO_FUNCTION
-    score_grad: Closure = NO_FUNCTION  # adds the gradients of captures to the buffers that it "captures"
-    score_back: Closure = NO_FUNCTION  # the same without this addition
-    score_loads: int = 2  # tile dimensions (0 to 2) that its loads from captures depend on; 2 if unknown
+    score_grad: Closure = NO_FUNCTION  # also adds gradients of captures to its buffers
+    score_back: Closure = NO_FUNCTION  # the same without the gradients of captures
+    score_loads: int = 2  # tile dimensions (0 to 2) on which loads from captures depend; 2 if unknown
 
 
 class Tiling(NamedTuple):
     """Assignment of query rows and keys to the programs of a launch.
 
-    block:  rows of the longest possible slot
-    pack:   query heads that share a KV head and a tile
-    splits: programs that share the keys of a tile
+    block:  max number of rows of a slot
+    pack:   number of query heads that share a KV head and a tile
+    splits: number of programs that share the keys of a tile
     """
 
     config: Config
@@ -60,8 +60,7 @@ class Tiling(NamedTuple):
 class StreamedTensors(NamedTuple):
     """The tensors whose tiles a kernel loops over.
 
-    ends: where their slots end: "block", "buffer" or "anywhere" (the values of the tables' ``q_ends`` and
-          ``kv_ends``)
+    ends: where their slots end: "block", "buffer" or "anywhere", as in the tables' ``q_ends`` and ``kv_ends``
     """
 
     tensors: dict[str, Tensor]
@@ -97,7 +96,7 @@ def streamed_tensors(tables: Any, tensors: dict[str, Tensor], by_keys: bool) -> 
         if by_keys
         else (tables.kv_block, tables.kv_rows, tables.kv_ends)
     )
-    if block % 16:  # no tile divides it
+    if block % 16:  # it is not a multiple of a tile
         ends = "anywhere"
     elif tables.window:  # tiles are counted from the first row, slots are not read
         ends = "buffer" if rows % block else "block"
@@ -112,8 +111,9 @@ def descriptor_entries(name: str, x: Tensor, tile: int) -> list[tuple[str, str, 
 
 
 def count_tiles(tables: Any, side: str, tile: int, block: int | None = None) -> int:
-    """Count the tiles of ``tile`` rows in the slots of one side, where no slot is longer than ``block``. If a
-    table orders several slots, all have the same number of tiles: a program finds its slot by division."""
+    """Count the tiles of ``tile`` rows in the slots of one side, which are up to ``block`` rows long. If a
+    table orders several slots, all have the same number of tiles, so that a program finds its slot by
+    division."""
     block = block or (tables.q_block if side == "q" else tables.kv_block)
     slots = tables.q_slots if side == "q" else tables.kv_slots
     dense = tables.dense_q if side == "q" else tables.dense_kv
@@ -123,13 +123,13 @@ def count_tiles(tables: Any, side: str, tile: int, block: int | None = None) -> 
 
 
 def side_layout(block: int, tile: int, window: bool, dense: bool) -> SideLayout:
-    """Cut slots of at most ``block`` rows into tiles. dense: all slots lie in a row, one after the other."""
+    """Cut slots of at most ``block`` rows into tiles. dense: all slots are adjacent, in order."""
     return SideLayout(block, tile, triton.cdiv(block, tile), window or (dense and block % tile == 0))
 
 
 def step_tables(tables: Any, mask_mod: Closure, by_keys: bool) -> StepTables:
-    """Make the kernel argument of a step's tables. by_keys: programs are tiles of keys, which see the window
-    from the other side and read runs of Q slots."""
+    """Make the kernel argument of a step's tables. by_keys: each program computes a tile of keys, sees the
+    window from the other side, and reads runs of Q slots."""
     interval, ptr = Interval(None, None, 0, 0), tables.col_ptr if by_keys else tables.row_ptr
     if tables.window:
         left, right = reversed(tables.window) if by_keys else tables.window
@@ -149,5 +149,5 @@ def step_tables(tables: Any, mask_mod: Closure, by_keys: bool) -> StepTables:
 
 
 def _stride(x: Tensor, dim: int) -> int:
-    """The stride of a dimension, 0 where all indices share its one entry."""
+    """The stride of a dimension, 0 if its only entry serves all indices."""
     return x.stride(dim) if x.shape[dim] > 1 else 0

@@ -28,16 +28,16 @@ _ALLOWED: dict[str, Any] = {
     "maxnreg": (None, *range(32, 257, 8)),
 }
 _SWITCH = (False, True)  # valid values of all other fields of Config
-# Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here).
+# Options that are neither in torch nor fields of Config. (SPLIT_KV is in torch, but has another effect here.)
 # "deterministic" chooses the score_mod's gradient before a launch is made.
 OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV", "deterministic", "invariant")
-# Values of options under "invariant": the sums of a row then depend on its keys alone.
+# Values of options under "invariant", with which the sums of a row depend only on its keys.
 PINNED = {"FUSED_BACKWARD": False, "PACK_GQA": False, "ROUTE": "loops", "SPLIT_KV": 1, "USE_TMA": False}
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 WRONG_ROUTE = "its results are not those of 'loops'"  # result of `route_check.verify_route`
 ROUTES = ("loops", "gluon")  # of the forward pass; the first is the default
-# Options of torch's kernels that have no effect here: torch's default, which asks for nothing, or None; and
-# the values that torch takes, or () for whole numbers.
+# Options of torch's kernels that have no effect here: (torch's default, which is accepted silently, or None;
+# the values that torch accepts, or () for whole numbers).
 LEFT_OUT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "BACKEND": ("AUTO", ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")),
     "BLOCKS_ARE_CONTIGUOUS": (False, _SWITCH),
@@ -56,7 +56,7 @@ _warned: set[tuple[str, Any]] = set()
 
 @cache
 def option_names(kind: str) -> dict[str, tuple[str, str]]:
-    """Map fields of Config to the two options that set them in pass ``kind``; the second takes precedence.
+    """Map fields of Config to the two options that set them in pass ``kind``; the second wins.
 
     >>> option_names("dkdv")["BLOCK_M"]
     ('BLOCK_M1', 'bwd_BLOCK_M1')
@@ -69,13 +69,13 @@ def option_names(kind: str) -> dict[str, tuple[str, str]]:
     return {name: (option, prefix + option) for name, option in plain.items()}
 
 
-# Fields of Config by option. (Dynamo traces `check_options`, and would warn of a cached function.)
+# Fields of Config by option. (Dynamo traces `check_options`, and would warn about a cached function.)
 _FIELDS = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
 
 
 def check_options(options: dict[str, Any], arch: str | None = None) -> None:
     """Refuse unknown options and invalid values; with ``arch``, also options for kernels that this Triton
-    compiles wrong for it. Raises ValueError, and TypeError unless names are mapped to values."""
+    miscompiles for it. Raises ValueError, and TypeError unless options are a mapping from names."""
     if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):
         raise TypeError(
             f"kernel_options is {options!r}; a dict of names and values is needed, as {{'BLOCK_M': 64}}"
@@ -123,7 +123,7 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
 
 
 def _check_left_out(option: str, value: Any, known: Iterable[str]) -> None:
-    """Refuse an option that torch does not have either, and values that it does not have."""
+    """Refuse an option that torch does not have either, and values that torch does not accept."""
     name = _plain_name(option)
     if name not in LEFT_OUT:
         raise ValueError(
@@ -136,7 +136,7 @@ def _check_left_out(option: str, value: Any, known: Iterable[str]) -> None:
 
 
 def warn_left_out(options: Iterable[tuple[str, Any]]) -> None:
-    """Warn, once for each option and value, of options of torch's kernels that have no effect here."""
+    """Warn, once for each option and value, about options of torch's kernels that have no effect here."""
     for option, value in options:
         default, _ = LEFT_OUT.get(_plain_name(option), (value, None))
         if value != default and (option, value) not in _warned:
@@ -163,7 +163,7 @@ def _check_pinned(options: dict[str, Any]) -> None:
 
 
 def _check_transposed(options: dict[str, Any], arch: str) -> None:
-    """Refuse options for kernels that this Triton compiles wrong for ``arch``."""
+    """Refuse options for kernels that this Triton miscompiles for ``arch``."""
     if options.get("FUSED_BACKWARD") and (why := fused_fault(arch)):
         raise ValueError(
             f"kernel option FUSED_BACKWARD=True: {why}, or leave the option out; "
@@ -177,9 +177,9 @@ def _check_transposed(options: dict[str, Any], arch: str) -> None:
 class TileRequest(NamedTuple):
     """The properties of a launch that decide its default config.
 
-    kind:     of the kernel, see :data:`tritoncp.kernels.tile_rules.KINDS`
-    head_dim: the larger one of q, k and of v
-    q_block, kv_block: the largest tile
+    kind:     kind of the kernel, see :data:`tritoncp.kernels.tile_rules.KINDS`
+    head_dim: max of the head dims of q, k and of v
+    q_block, kv_block: max size of a tile
     tma:      whether the tensors allow tensor descriptors
     score:    weight of the score_mod, see :func:`tritoncp.kernels.tile_rules.weight`
     """
@@ -196,17 +196,17 @@ class TileRequest(NamedTuple):
 
 def choose(request: TileRequest, options: dict[str, Any]) -> Config:
     """Choose the config of a launch: the default, overridden by measured tiles (the option CONFIGS), then by
-    the user's ``kernel_options``, fitted to the mask's blocks and the tensors.  CONFIGS has (pass, ((field of
-    Config, value), ...)) for some passes; measured tiles that need descriptors are dropped where tensors have
-    none, those with FLIP where GPUs are reported to compute it wrong.  It may also have
-    ("route", (("ROUTE", name),)), the default route.
+    the user's ``kernel_options``, fitted to the mask's blocks and the tensors. CONFIGS has (pass, ((field of
+    Config, value), ...)) for some passes. Measured tiles that need descriptors are dropped if tensors have
+    none, and tiles with FLIP on GPUs that are reported to compute it wrong. CONFIGS may also have ("route",
+    (("ROUTE", name),)), the default route.
 
-    Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
+    Options have torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
-    by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` no
-    tile is copied by descriptor, for all options.  ROUTE selects the forward kernels: "loops" (the default)
-    is one launch with a loop over masked and one over full blocks; "gluon" is one launch whose groups of
-    warps take turns.  Where a route is not available, a warning names the reason, and "loops" runs.
+    by tensor descriptor or not. A tile larger than the mask's block becomes the block; without ``tma`` no
+    tile is copied by descriptor, in spite of the options. ROUTE selects the forward kernels: "loops" (the
+    default) is one launch with a loop over masked and one over full blocks; "gluon" is one launch whose
+    groups of warps take turns. If a route is not available, a warning names the reason, and "loops" runs.
     (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
     """
     transposes = multiplies_transposed(request.arch)
@@ -220,7 +220,7 @@ def choose(request: TileRequest, options: dict[str, Any]) -> Config:
 def _choose(
     request: TileRequest, options: tuple[tuple[str, Any], ...], transposes: bool, fences: bool
 ) -> Config:
-    """Choose a config as :func:`choose` does, cached.
+    """Do :func:`choose`, with a cache.
 
     transposes: whether tiles of CONFIGS may have FLIP
     fences:     whether tiles that are not copied by descriptor may have several stages
@@ -235,7 +235,7 @@ def _choose(
     if (measured.get("USE_TMA") and not tma) or (measured.get("FLIP") and not transposes):
         measured = {}
     is_explicit, settings = bool(settings), measured | settings
-    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # these fit only the rule's tiles
+    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # these fit only the default tiles
         settings = {"FLIP": False, "maxnreg": None} | settings
     config = replace(default(kind, arch, head_dim, dtype, tma, score), **settings)
     fitted = replace(

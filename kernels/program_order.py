@@ -1,11 +1,11 @@
 """Program order: the tile and the heads of each program of a launch, the heaviest tiles first.
 
-A GPU starts programs in the order of their ids, as many at a time as fit.  If heads followed one another,
-the heaviest tiles of the last head would start late, and most multiprocessors would wait for them.  So heads
-vary fastest within a *section*: as many KV heads as have their streamed tensors in the L2 cache at the same
-time.  Within a section, tiles of more work start first (the longest-processing-time rule: Graham, "Bounds on
-multiprocessing timing anomalies", 1969).  A closed-form window needs no table: its later queries see more
-keys, and its earlier keys are seen by more queries.
+A GPU starts programs in the order of their ids, as many at a time as fit. If heads followed one another, the
+heaviest tiles of the last head would start late, and nearly all multiprocessors would wait for them. So heads
+vary fastest within a *section*, which has as many KV heads as have room for their streamed tensors in the L2
+cache. Within a section, tiles with more work start first (the longest-processing-time rule: Graham, "Bounds
+on multiprocessing timing anomalies", 1969). A closed-form window needs no table: later queries see more keys,
+and earlier keys are seen by more queries.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Bytes of streamed tensors that stay in the L2 cache beside the rest: about two thirds of it. Of gfx942 the
-# 256 MiB cache behind the L2 caches of its dies.
+# Bytes of streamed tensors that stay in the L2 cache beside other data: about two thirds of it. For gfx942 it
+# is the 256 MiB cache behind the L2 caches of the dies.
 L2_BYTES = {"sm_80": 26 << 20, "sm_90": 32 << 20, "sm_100": 84 << 20, "gfx942": 170 << 20}
 DEFAULT_L2_BYTES = 32 << 20
 # Programs of one head that start together read the same tiles at about the same time: of 132
@@ -25,17 +25,17 @@ DEFAULT_L2_BYTES = 32 << 20
 SHARED_HEADS = 8
 
 
-MAX_TILES = MAX_HEADS = 65_535  # of the grid's second dimension
-MAX_BATCH = 65_535  # of its third
+MAX_TILES = MAX_HEADS = 65_535  # max size of the grid's second dimension
+MAX_BATCH = 65_535  # max size of its third dimension
 
 
 class ProgramOrder(NamedTuple):
     """The order of a launch's programs.
 
-    slots:    int32 [B or 1, slots], the slots of the programs' side by falling work; None: by position
+    slots:    int32 [B or 1, slots], the slots of the programs' side by descending work; None: by position
     stride_b: of slots, 0 if all batch rows share one order
-    heads:    programs of a section that differ in their heads alone, in a grid of (tiles * heads, sections,
-              B); None: the grid is (heads, tiles, B), without a division
+    heads:    number of programs of a section that differ only in their heads, in a grid of (tiles * heads,
+              sections, B); None: the grid is (heads, tiles, B), which needs no division
     """
 
     slots: Any
@@ -81,8 +81,8 @@ def locate_program(order, i_b, splits, TILES: tl.constexpr, LAST_FIRST: tl.const
 
 
 def section_heads(kv_heads: int, head_bytes: int, arch: str) -> int:
-    """Count the KV heads of a section: the largest divisor of ``kv_heads`` that is at most SHARED_HEADS, or
-    whose streamed tensors, of ``head_bytes`` for each KV head, fit the L2 cache.
+    """Return the number of KV heads of a section: the max divisor of ``kv_heads`` that is at most
+    SHARED_HEADS, or whose streamed tensors, ``head_bytes`` for each KV head, fit the L2 cache.
 
     >>> [section_heads(heads, 16384 * (128 + 128) * 2, "sm_90") for heads in (8, 32, 7)]
     [8, 8, 7]
@@ -93,8 +93,8 @@ def section_heads(kv_heads: int, head_bytes: int, arch: str) -> int:
 
 
 def check_grid(programs: int, heads: int, batch: int) -> tuple[int, int, int]:
-    """Return a grid with heads or tiles in its second dimension and batch rows in its third; raise ValueError
-    for more than a GPU launches, as the first dimension alone takes more than 65,535 programs."""
+    """Return a grid with heads or tiles in its second dimension and batch rows in its third. Raises
+    ValueError for more than a GPU can launch: only the first dimension takes more than 65,535 programs."""
     if batch > MAX_BATCH:
         raise ValueError(f"query has {batch} batch rows, and a GPU launches {MAX_BATCH}; call with fewer")
     if heads > MAX_HEADS:
@@ -108,7 +108,7 @@ def arrange_programs(
     """Make the kernel argument and the grid of a launch.
 
     slots: a step's table, or None; tiles, heads: of each batch row; section: programs of a section that
-    differ in their heads alone, a divisor of ``heads``. Raises ValueError as :func:`check_grid`.
+    differ only in their heads, a divisor of ``heads``. Raises the ValueError of :func:`check_grid`.
     """
     stride = 0 if slots is None or slots.shape[0] == 1 else slots.stride(0)
     if section == heads and tiles <= MAX_TILES:

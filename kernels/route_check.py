@@ -25,12 +25,12 @@ from tritoncp.kernels.tiles import INTERPRETED
 if TYPE_CHECKING:
     from tritoncp.kernels.engine import TritonEngine
 
-COMPILED = not INTERPRETED  # the interpreter has no compiler that could be wrong
-OUT_TOLERANCE = 2  # rounding errors of the inputs' dtype, relative to the largest number of a row of out
-STATS_TOLERANCE = 1e-3  # of lse and max_scores, absolute and relative
+COMPILED = not INTERPRETED  # interpreted kernels cannot be miscompiled
+OUT_TOLERANCE = 2  # rounding errors of the inputs' dtype, relative to the max of a row of out
+STATS_TOLERANCE = 1e-3  # allowed errors of lse and max_scores, absolute and relative
 
 engine_log = area_logger("engine")
-_VERDICTS: BoundedCache[Any, str] = BoundedCache(256)  # by kind of step; "" if the results agree
+_VERDICTS: BoundedCache[Any, str] = BoundedCache(256)  # faults by kind of step; "" if the results agree
 
 
 def verify_route(engine: TritonEngine, launch: Callable[..., Any], step: Any) -> str | None:
@@ -50,7 +50,7 @@ def verify_route(engine: TritonEngine, launch: Callable[..., Any], step: Any) ->
     if verdict is None:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return "its first call of a kind is compared with 'loops', which a graph cannot capture"
-        uncached = replace(engine, launches={})  # the results below have other layouts
+        uncached = replace(engine, launches={})  # the results below have different layouts
         verdict = _compare_with_loops(partial(launch, uncached), uncached.loops, step) or ""
         _VERDICTS[kind] = verdict
         outcome = verdict or "agrees with 'loops'"
@@ -61,7 +61,7 @@ def verify_route(engine: TritonEngine, launch: Callable[..., Any], step: Any) ->
 def _compare_with_loops(launch: Callable[..., Any], loops: Callable[..., Any], step: Any) -> str | None:
     try:
         actual = _run_step(launch, step)
-    except (TritonError, RuntimeError) as error:  # RuntimeError: a pass of the compiler
+    except (TritonError, RuntimeError) as error:  # RuntimeError: raised by a pass of the compiler
         first: BaseException = error
         while first.__cause__:
             first = first.__cause__

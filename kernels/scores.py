@@ -11,7 +11,7 @@ from tritoncp.kernels.tiles import INTERPRETED
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-FAR: tl.constexpr = tl.constexpr(2**31 - 1)  # a position past all row intervals
+FAR: tl.constexpr = tl.constexpr(2**31 - 1)  # a position after all row intervals
 
 
 class Closure(NamedTuple):

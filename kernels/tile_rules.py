@@ -1,7 +1,7 @@
-"""Default tile shapes: BLOCK_M, BLOCK_N, warps and stages of each kernel by architecture and head dim.
+"""Default tile shapes: BLOCK_M, BLOCK_N, warps and stages of each kernel, by architecture and head dim.
 
-Every default compiles without a spilled byte and within shared memory (``tests/kernels/test_offline.py``).
-Measured tiles and the user's options go before the defaults, see :mod:`tritoncp.kernels.options`.
+Every default compiles without spills and fits in shared memory (``tests/kernels/test_offline.py``). Measured
+tiles and the user's options win over the defaults, see :mod:`tritoncp.kernels.options`.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tritoncp.core.cpu_target import cpu_target
+from tritoncp.core.environment import cpu_target
 from tritoncp.kernels.toolchain import multiplies_transposed
 
 PASSES = ("forward", "dq", "dkdv")
@@ -20,11 +20,11 @@ KINDS = (*PASSES, "few", "fused", "gluon")  # of tiles
 class Config:
     """Tile shape of one launch: BLOCK_M query rows by BLOCK_N key rows.
 
-    USE_TMA copies tiles by tensor descriptor, where strides allow: fewer instructions and no addresses in
-    registers.  FLIP computes the scores of a backward pass transposed: wgmma takes 64 rows a group of four
-    warps, so that eight warps need 128 rows, of queries in dK/dV; it has no effect on Hopper where the
-    transposed scores have fewer (`toolchain.flips_right`).  maxnreg is Triton's limit of registers a thread;
-    without one, ptxas at times spills to stay within 128 or 168.
+    USE_TMA copies tiles by tensor descriptor if strides allow, which takes fewer instructions and keeps no
+    addresses in registers. FLIP computes the scores of a backward pass transposed: wgmma takes 64 rows per
+    group of four warps, so eight warps need 128 rows (of queries, in dK/dV). FLIP has no effect on Hopper if
+    the transposed scores have fewer rows (`toolchain.flips_right`). maxnreg is Triton's limit of registers
+    per thread; without a limit, ptxas sometimes spills to stay within 128 or 168.
     """
 
     BLOCK_M: int
@@ -42,7 +42,7 @@ class Config:
         {'num_warps': 8, 'num_stages': 3, 'enable_fp_fusion': True}
         """
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        # Fuses the scaling of scores into exp2's argument, which Triton from 3.10 on does not do by default.
+        # Fuses the scaling of scores into exp2's argument, which Triton does not do by default from 3.10 on.
         options["enable_fp_fusion"] = True
         return options | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
 
@@ -53,8 +53,8 @@ def flipped_rows(kind: str, config: Config) -> int:
 
 
 def pieces(dim: int, widest: int = 128) -> tuple[int, int]:
-    """Split a head dim into at most two powers of two, from 16 on, that sum to at least ``dim``; none is
-    wider than ``widest`` where two suffice.
+    """Split a head dim into one or two powers of two >= 16 that sum to at least ``dim``, each at most
+    ``widest`` wide if two such pieces are enough.
 
     Two pieces of 128 need fewer registers than one of 256, whose loads are all in flight at once.
 
@@ -72,8 +72,8 @@ def pieces(dim: int, widest: int = 128) -> tuple[int, int]:
 
 
 def widest_piece(arch: str, dim: int, tile: Config) -> int:
-    """The widest piece of ``dim`` channels in forward and dQ: half of them for mma.sync (sm_80, sm_86), where
-    each warp has 16 rows or more.
+    """Return the max width of a piece of ``dim`` channels in forward and dQ: half of them for mma.sync
+    (sm_80, sm_86) if each warp has 16 rows or more.
 
     Triton lays warps along the longer side of a product, and lays out scores as the product that follows:
     with 64 rows of 128 channels, a row of scores would be spread over all warps, and its softmax would go
@@ -89,8 +89,8 @@ def widest_piece(arch: str, dim: int, tile: Config) -> int:
 
 
 def fit(tile: int, block: int) -> int:
-    """Fit a tile size to a mask block: the largest power of two that divides the block and is at most
-    ``tile``; a block with none >= 16 (say 100 or 8) is covered with ragged tiles instead.
+    """Fit a tile size to a mask block: return the max power of two that divides the block and is at most
+    ``tile``. If none is >= 16, as for a block of 100 or 8, ragged tiles cover the block.
 
     >>> fit(128, 128), fit(128, 64), fit(64, 96), fit(128, 100), fit(64, 8)
     (128, 64, 32, 128, 16)
@@ -100,9 +100,8 @@ def fit(tile: int, block: int) -> int:
 
 
 def gqa_pack_factor(rows: int, group: int, tile: int) -> int:
-    """Choose how many of a group's query heads share a tile of ``tile`` rows, where each has ``rows`` of its
-    own: all that fit, if that takes at least a tenth fewer tiles; else 1.  (FlashAttention-3 packs by this
-    rule.)
+    """Choose how many of a group's query heads, with ``rows`` rows each, share a tile of ``tile`` rows: all
+    that fit, if this saves at least a tenth of the tiles; else 1. (FlashAttention-3 packs by this rule.)
 
     >>> sizes = ((1, 4, 64), (64, 8, 128), (100, 4, 128), (1, 71, 64), (17, 3, 128))
     >>> [gqa_pack_factor(*size) for size in sizes]
@@ -125,7 +124,7 @@ def num_kv_splits(programs: int, tiles: int, processors: int) -> int:
 
 
 FEW = 64  # rows of all heads in a tile, up to which the tiles "few" are used
-_Tiles = dict[str, dict[int, Config]]  # of one architecture: kernel -> largest head dim -> tiles
+_Tiles = dict[str, dict[int, Config]]  # tiles of an architecture: kernel -> max head dim -> tiles
 # Tiles of 16-bit inputs (registers: configs/resources.json).  sm_86 covers all GPUs with 99 KiB of shared
 # memory, gfx942 all AMD GPUs (64 KiB).  Those of sm_80 and sm_90 are compared with torch's by executed counts
 # (perf/NOTES.md).  Small tiles let two programs share a multiprocessor: one multiplies while the other
@@ -201,7 +200,7 @@ _RULES: dict[str, _Tiles] = {
         "fused": {64: Config(16, 128, 4, 1), 256: Config(16, 64, 4, 1)},
     },
 }
-# Tiles in place of those, of tensors whose strides rule out descriptors: addresses take registers.
+# Tiles for tensors whose strides rule out descriptors, since addresses take registers.
 _POINTERS: dict[str, _Tiles] = {
     "sm_90": {
         "forward": {128: Config(128, 64, 8, 2)},
@@ -227,7 +226,7 @@ _WIDE: _Tiles = {
 
 
 def family(arch: str) -> str:
-    """The architecture whose tiles ``arch`` uses.
+    """Return the architecture whose tiles ``arch`` uses.
 
     >>> [family(arch) for arch in ("sm_90", "sm_89", "sm_103", "sm_120", "gfx950")]
     ['sm_90', 'sm_86', 'sm_100', 'sm_86', 'gfx942']
@@ -242,7 +241,7 @@ def family(arch: str) -> str:
 
 
 def copies(arch: str) -> bool:
-    """Whether tiles are copied by tensor descriptor on ``arch``, where strides allow.
+    """Return whether tiles are copied by tensor descriptor on ``arch`` if strides allow.
 
     >>> copies("sm_90"), copies("sm_80"), copies("interpreter")
     (True, False, False)
@@ -251,8 +250,8 @@ def copies(arch: str) -> bool:
 
 
 def fuses(arch: str) -> bool:
-    """Whether the table has tiles of the fused backward pass for ``arch``; other architectures use those of
-    dK/dV.
+    """Return whether the table has tiles of the fused backward pass for ``arch``; other architectures use the
+    tiles of dK/dV.
 
     >>> fuses("sm_90"), fuses("sm_80")
     (True, False)
@@ -261,7 +260,8 @@ def fuses(arch: str) -> bool:
 
 
 def widest_route(arch: str, route: str) -> int:
-    """The largest head dim that has tiles of a forward route other than loops on ``arch``, 0 if none has.
+    """Return the max head dim for which a forward route other than loops has tiles on ``arch``, 0 if there is
+    none.
 
     >>> widest_route("sm_90", "gluon"), widest_route("sm_80", "gluon")
     (128, 0)
@@ -271,7 +271,7 @@ def widest_route(arch: str, route: str) -> int:
 
 def weight(kind: str, loads: int, learns: bool) -> str:
     """Classify a score_mod by the registers that it takes per score, to choose tiles. "heavy": every score
-    loads its own value (``loads`` is 2) and, in dQ, adds to its gradient; "scored": all other cases.
+    loads another value (``loads`` is 2) and, in dQ, adds to its gradient; "scored": all other cases.
 
     >>> weight("forward", 2, False), weight("dq", 2, False), weight("dq", 2, True)
     ('heavy', 'scored', 'heavy')
@@ -301,7 +301,7 @@ def default(
             rows |= table.get(name, {})
     config = replace(rows[min(dim for dim in rows if head_dim <= dim)], USE_TMA=tma and not is_wide)
     if arch.startswith("gfx"):
-        config = replace(config, maxnreg=None)  # an option of NVIDIA's compiler
+        config = replace(config, maxnreg=None)  # only NVIDIA's compiler has this option
     if config.FLIP and not multiplies_transposed(arch):
         return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # 1.5 times the products
     return config

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 
+from tritoncp.kernels.toolchain import version_numbers
+
+MOVES_PAST_COPIES: tl.constexpr = tl.constexpr(version_numbers(triton.__version__) < (3, 9))
 # The kind of a run whose blocks are full except for pairs past the ends of the sequence, as
 # `tritoncp.masks.Kind.BOUNDED` has it.  A row lists masked and bounded runs before full ones.
 BOUNDED_KIND: tl.constexpr = tl.constexpr(2)
@@ -99,13 +103,23 @@ class KeyShare(NamedTuple):
     take: Any
 
 
+@triton.constexpr_function
+def multiplies_from_registers():
+    """Whether all operands of products lie in registers, which are then short: those of mma.sync (sm_80,
+    sm_120)."""
+    target = current_target()
+    return target is not None and target.backend == "cuda" and not 90 <= target.arch < 120
+
+
 @triton.jit
 def locate_tile(slots, i_b, i_tile, LAYOUT: tl.constexpr, VOLATILE: tl.constexpr = False):
-    """Tile ``i_tile`` of the buffer.  VOLATILE repeats the loads where the compiler would keep the first
-    ones in registers."""
+    """Tile ``i_tile`` of the buffer.  VOLATILE computes it again where the compiler would keep the first
+    result, and the mask of its rows, in registers."""
     TILE: tl.constexpr = LAYOUT.TILE
     if LAYOUT.DENSE:
         row = i_tile * TILE
+        if VOLATILE and multiplies_from_registers():
+            row += tl.load(slots.ptr + i_b * slots.stride_b, volatile=True)  # 0, the first slot's row
         return Tile(row, slots.first + row, slots.count - row)
     else:
         TILES: tl.constexpr = LAYOUT.TILES
@@ -141,7 +155,15 @@ def tile_rows(i_y, n_m, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, PACK: tl.con
 def row_runs(rows, i_b, i_h, i_slot):
     """Bounds (begin, mid, end) of a row's runs: masked ones first, then full ones."""
     if rows.runs is None:
-        return 0, 1, 2
+        if multiplies_from_registers() and not MOVES_PAST_COPIES:
+            # Triton stores what all tiles share, such as Q, to shared memory in the loop over tiles, and
+            # moves the store ahead of the loop. From 3.9 on it moves none past copies, and the first copies
+            # of the loop are ahead of it, unless another loop is around (without: dQ spills 1792 bytes,
+            # sm_80, 128 channels).
+            one = tl.minimum(tl.num_programs(0), 1)  # 1, as only the assembler knows
+            return 0, one, one + 1
+        else:
+            return 0, 1, 2
     else:
         p_row = rows.ptr + i_b * rows.stride_b + i_h * rows.stride_h + i_slot * 3
         return tl.load(p_row), tl.load(p_row + 1), tl.load(p_row + 2)

@@ -4,7 +4,7 @@ Naming grammar of kernel locals
     i_*  scalar index (program, loop, batch, head)      o_*  vector of offsets
     n_*  scalar count                                    b_*  block of values in registers
     p_*  pointer                                         m_*  boolean mask
-    UPPER_CASE is a ``tl.constexpr``.  A shape comment stands behind each block: M query rows, N key
+    UPPER_CASE is a ``tl.constexpr``.  A comment behind each block gives its shape: M query rows, N key
     rows, D head dim of q and k, E head dim of v.  Channels are cut in at most two pieces, each a power of
     two (:func:`tritoncp.kernels.tile_rules.pieces`): a block with channels is a tuple of one or two blocks.
 """

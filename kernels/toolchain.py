@@ -13,10 +13,11 @@ from typing import NamedTuple
 from tritoncp.core.environment import UNSAFE_FUSED
 
 BUNDLED = "bundled with Triton"
-# Environment variables that name another ptxas. Triton reads the second for sm_100 and newer, since 3.9 also
-# for sm_90; `ptxas_for` asks Triton.
+# Environment variables that name another ptxas. Triton reads the second for sm_100 and newer, and since 3.9
+# also for sm_90; `ptxas_for` asks Triton.
 PTXAS_PATHS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
-# Faults of ptxas in kernels for sm_90: the first version without the fault, and the kernels that it breaks.
+# Faults of ptxas in kernels for sm_90: the first version without the fault, and the kernels that the fault
+# breaks.
 HOPPER_FAULTS = (
     ((13, 1), "some kernels of four warps (flash-linear-attention#1262)"),
     ((13, 3), "some products whose left operand lies in registers (triton#9433)"),
@@ -39,7 +40,7 @@ class Ptxas(NamedTuple):
 
     @property
     def variable(self) -> str:
-        """The environment variable that replaces this ptxas by another one.
+        """The environment variable that replaces this ptxas.
 
         >>> Ptxas("12.9.86", "/triton/bin/ptxas-blackwell", BUNDLED).variable
         'TRITON_PTXAS_BLACKWELL_PATH'
@@ -48,7 +49,7 @@ class Ptxas(NamedTuple):
 
 
 def ptxas_for(arch: str) -> Ptxas:
-    """The ptxas that Triton runs for ``arch``. Raises LookupError with the reason where there is none."""
+    """Return the ptxas that Triton runs for ``arch``. Raises LookupError with the reason if there is none."""
     if not arch.startswith("sm_"):
         raise LookupError(f"ptxas assembles only for NVIDIA's GPUs, not for {arch}")
     try:
@@ -75,7 +76,8 @@ def _version(path: str) -> str:
 
 
 def ptxas_faults(arch: str, version: str) -> Iterator[str]:
-    """Known faults of a ptxas version: the ``arch`` kernels that it assembles wrong, and the fixed version.
+    """List the known faults of a ptxas version: the ``arch`` kernels that it assembles wrong, and the fixed
+    version.
 
     >>> list(ptxas_faults("sm_90", "13.1.80"))
     ['some products whose left operand lies in registers (triton#9433), right from 13.3 on']
@@ -83,12 +85,12 @@ def ptxas_faults(arch: str, version: str) -> Iterator[str]:
     []
     """
     for (major, minor), kernels in HOPPER_FAULTS if arch == "sm_90" else ():
-        if _numbers(version) < (major, minor):
+        if version_numbers(version) < (major, minor):
             yield f"{kernels}, right from {major}.{minor} on"
 
 
 def multiplies_transposed(arch: str) -> bool:
-    """Whether products of a transposed register tile are right on GPUs of ``arch`` with this Triton.
+    """Return whether products of a transposed register tile are right on GPUs of ``arch`` with this Triton.
 
     With Triton 3.4 to 3.7.0 they are reported wrong on Hopper, without an error: where wgmma's left operand
     is the transposed result of another product (flash-linear-attention#640, #983; triton#6124 names 3.2).
@@ -114,11 +116,12 @@ def multiplies_transposed(arch: str) -> bool:
         return True  # before the import, which fails where only the CPU engine is installed
     import triton
 
-    return _numbers(triton.__version__) >= (3, 7, 1)
+    return version_numbers(triton.__version__) >= (3, 7, 1)
 
 
 def fences_async_copies() -> bool:
-    """Whether this Triton orders a loop's ``cp.async`` copies before wgmma's and tcgen05.mma's reads of them.
+    """Return whether this Triton orders a loop's ``cp.async`` copies before the reads of wgmma and
+    tcgen05.mma.
 
     These read shared memory through the async proxy, so that a ``fence.proxy.async`` has to follow the wait
     for a copy (PTX ISA, "Async proxy").  Triton before 3.7.1 puts that fence before the loop, where nothing
@@ -128,22 +131,23 @@ def fences_async_copies() -> bool:
     """
     import triton
 
-    return _numbers(triton.__version__) >= (3, 7, 1)
+    return version_numbers(triton.__version__) >= (3, 7, 1)
 
 
 def flips_right(arch: str, rows: int) -> bool:
-    """Whether Triton compiles FLIP right for ``arch`` where the transposed scores have so many ``rows``.
+    """Return whether Triton compiles FLIP right for ``arch`` if the transposed scores have ``rows`` rows.
 
-    wgmma takes 64 rows.  With fewer, Triton multiplies the scores by mma.sync and, by wgmma, their result
-    with the same tile of Q, K or dO; it waits for all but the last of these products, and lets the next copy
-    of the loop overwrite the tile that it reads (3.6.0 and 3.7.1, found by ``tritoncp.executor``).
+    wgmma takes 64 rows. With fewer rows, Triton computes the scores by mma.sync, and multiplies the result
+    with the same tile of Q, K or dO by wgmma. It waits for all but the last of these products, and the next
+    copy of the loop overwrites the tile that the last one still reads (3.6.0 and 3.7.1, found by
+    ``tritoncp.executor``).
     """
     return multiplies_transposed(arch) and (arch != "sm_90" or rows >= 64)
 
 
 def transposed_fault(arch: str) -> str | None:
-    """The reason why kernels for ``arch`` may not multiply transposed register tiles, with the remedy; None
-    if they may."""
+    """Return why kernels for ``arch`` may not multiply transposed register tiles, with the remedy; None if
+    they may."""
     if multiplies_transposed(arch):
         return None
     import triton
@@ -155,15 +159,15 @@ def transposed_fault(arch: str) -> str | None:
 
 
 def fused_fault(arch: str) -> str | None:
-    """The reason why the fused backward kernel may not run; None if it may, or if TRITONCP_UNSAFE_FUSED=1."""
+    """Return why the fused backward kernel may not run; None if it may, or if TRITONCP_UNSAFE_FUSED=1."""
     return None if UNSAFE_FUSED.read() else transposed_fault(arch)
 
 
 @lru_cache
-def _numbers(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
     """Parse the leading numbers of a version.
 
-    >>> _numbers("3.7.1+git12"), _numbers("3.8.0rc1"), _numbers("13.1")
+    >>> version_numbers("3.7.1+git12"), version_numbers("3.8.0rc1"), version_numbers("13.1")
     ((3, 7, 1), (3, 8, 0), (13, 1))
     """
     leading = re.match(r"\d+(\.\d+)*", version)

@@ -71,7 +71,7 @@ def _parse_percent(context: click.Context, option: click.Parameter, text: str | 
     "--last",
     type=click.IntRange(1),
     metavar="RUNS",
-    help="Of each side and case, only the newest so many runs.",
+    help="Use only so many newest runs of each side and case.",
 )
 @click.option(
     "--fail-over",

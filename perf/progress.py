@@ -49,7 +49,8 @@ class Progress:
             self._bar.update(self._task, completed=self.done, total=self.total, refresh=True)
 
     def format_time_left(self) -> str:
-        """Format the remaining time: of the other measurements at the speed so far, at most of the budget."""
+        """Format the remaining time: the other measurements at the speed so far, or the rest of the budget if
+        it is less."""
         if not 0 < self.done < self.total:
             return ""
         now = time.monotonic()

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tritoncp.command_base import Seconds, make_console
-from tritoncp.core.checked_json import parse_json
-from tritoncp.core.paths import slug
+from tritoncp.core.files import parse_json, slug
 from tritoncp.perf.exit_codes import (
     FINE,
     INTERRUPTED,
@@ -51,7 +50,7 @@ BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
 @click.option(
     "--budget",
     type=Seconds(zero=True),
-    help="Starts nothing after so long: 90s, 2m. [default: smoke 30, core 470, full 3600]",
+    help="Start no case after this time: 90s, 2m. [default: smoke 30, core 470, full 3600]",
 )
 @click.option(
     "--seconds",
@@ -113,7 +112,7 @@ def main(
     resume: bool,
     as_json: bool,
 ) -> None:
-    """Time tritoncp against PyTorch's own attention, most important cases first.
+    """Time tritoncp against PyTorch's attention, the important cases first.
 
     Every contender's answer is checked before it is timed. Under torchrun the cases of as many ranks are
     measured, by all of them together. Exits with 1 if tritoncp fails or is wrong in any case, with 3 if the
@@ -128,7 +127,7 @@ def main(
     deadline = time.monotonic() + (BUDGET[tier] if budget is None else budget)
     options_list = [_parse_options(text) for text in options]
     device = _choose_device(device)
-    from tritoncp.ops.engine_factory import name_functions
+    from tritoncp.call.engine_factory import name_functions
     from tritoncp.perf.suite import host_cases, machine
     from tritoncp.perf.suite.measure import Bench
 
@@ -147,7 +146,7 @@ def main(
         if device == "host":
             failures = host_cases.run(cases, journal, deadline, seconds)
         else:
-            name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
+            name_functions()  # finds kernels that --warm compiled in another process in Triton's cache
             bench = Bench(torch_device, journal, deadline, seconds, options_list, group, patterns)
             if warm:
                 bench.warm(cases)
@@ -160,7 +159,7 @@ def main(
 
 @contextmanager
 def _message_of_interrupt(progress: Progress, journal: Journal, lead: bool) -> Iterator[None]:
-    """Context that turns Ctrl-C into a message and an exit code."""
+    """Turn Ctrl-C into a message and an exit code, in a ``with`` block."""
     try:
         yield
     except KeyboardInterrupt:
@@ -271,7 +270,7 @@ def show(journal: Journal) -> None:
 
     points = list(
         {point.case: point for point in journal.points}.values()
-    )  # the last point of a case has the most thorough search
+    )  # the last point of a case has the widest search
     families = sorted({name for point in points for name in point.best_of_families()})
     memory = ["MiB"] * any("peak_bytes" in point.own for point in points)
     table = Table(title="time over tritoncp's (goal)")

@@ -1,5 +1,13 @@
-"""Draws of hypothesis: 40 of each law, 150 with ``--hypothesis-profile=wide``, as in ``make test-all``."""
+"""Draws of hypothesis: 40 of each law, 150 with ``--hypothesis-profile=wide``, as in ``make test-all``; and
+pairs of values, some of them only for ``make test-all``."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 
@@ -13,3 +21,13 @@ def register() -> None:
 def few(share: int = 4) -> settings:
     """Return settings of a law that takes long: one draw in ``share``."""
     return settings(max_examples=settings().max_examples // share)
+
+
+def by_turns(names: Iterable[Any], values: Sequence[Any]) -> list[Any]:
+    """Pair each name, or tuple of names, with one of the values in turn; all other pairs are marked long."""
+    pairs = []
+    for (i, name), value in product(enumerate(names), values):
+        words = (*name, value) if isinstance(name, tuple) else (name, value)
+        marks = [pytest.mark.long] * (value != values[i % len(values)])
+        pairs.append(pytest.param(name, value, marks=marks, id="-".join(map(str, words))))
+    return pairs

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from tests.command_process import ROOT
 from tritoncp import doctor
 from tritoncp.cli import main
-from tritoncp.ops.tile_tables import Device
+from tritoncp.measured_tiles.tile_tables import Device
 
 
 def all_commands(
@@ -114,7 +114,7 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
     assert len(done.stderr) < 3000
 
 
-OUTPUTS = {  # of each option that names an output: words, and what does the work
+OUTPUTS = {  # for each option that names an output: words of a command, and the function that does the work
     "plan --png": (["plan", "--png=/proc/x.png"], "report.command.collect_facts"),
     "demo --out": (["demo", "--out=/proc/x"], "demo.run.introduce"),
     "autotune --out": (["autotune", "--out=/proc/x"], "tuning.search.autotune"),
@@ -189,7 +189,7 @@ def test_checked_mods_are_not_called(mods):
 @pytest.mark.parametrize("name", ["near", "tree", "module", "closer", "both", "loud"])
 def test_json_of_a_users_mask_is_the_same_every_time(name, mods):
     first = CliRunner().invoke(main, ["plan", f"--mask=my_mods:{name}", SMALL, "--json"])
-    del sys.modules["my_mods"]  # and what lies where: another function at another address
+    del sys.modules["my_mods"]  # functions at other addresses
     second = CliRunner().invoke(main, ["plan", f"--mask=my_mods:{name}", SMALL, "--json"])
     assert first.exit_code == second.exit_code == 0, first.output
     assert first.stdout == second.stdout and "0x" not in first.stdout

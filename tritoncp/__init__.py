@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from tritoncp.api.parallel import SAVE_OPS as SAVE_OPS
     from tritoncp.api.parallel import ContextParallel as ContextParallel
     from tritoncp.api.parallel import checkpoint_policy as checkpoint_policy
-    from tritoncp.api.plan_cache import plan_cache_clear as plan_cache_clear
-    from tritoncp.api.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.api.plans import make_plan as make_plan
     from tritoncp.api.reshard import reshard as reshard
     from tritoncp.api.reshard import unshard as unshard
     from tritoncp.api.roll import roll as roll
+    from tritoncp.api.selected_keys import select_keys as select_keys
     from tritoncp.api.shards import positions as positions
     from tritoncp.api.shards import shard as shard
     from tritoncp.api.simulate import simulate as simulate
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from tritoncp.api.varlen import contiguous_to_dual_chunk as contiguous_to_dual_chunk
     from tritoncp.api.varlen import dual_chunk_to_contiguous as dual_chunk_to_contiguous
     from tritoncp.api.varlen import varlen_attention as varlen_attention
+    from tritoncp.call.plan_cache import plan_cache_clear as plan_cache_clear
+    from tritoncp.call.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.masks.closed_forms import causal as causal
     from tritoncp.masks.closed_forms import document as document
     from tritoncp.masks.closed_forms import prefix_lm as prefix_lm
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from tritoncp.planning.packer import pack_batches as pack_batches
     from tritoncp.planning.packer import pack_stream as pack_stream
     from tritoncp.planning.plan import Plan as Plan
+    from tritoncp.selection.selection import Selection as Selection
 
 
 def _find_kernels() -> None:
@@ -106,21 +108,23 @@ _WHERE = {
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "planning.packer": ("pack_batches", "pack_stream"),
     "planning.plan": ("Plan",),
-    "api.plan_cache": ("plan_cache_clear", "plan_cache_info"),
+    "call.plan_cache": ("plan_cache_clear", "plan_cache_info"),
     "masks.prefix_tree": ("tree",),
     "masks.varlen": ("varlen_mask",),
     "api.simulate": ("simulate",),
+    "api.selected_keys": ("select_keys",),
+    "selection.selection": ("Selection",),
 }
 _MODULE_OF = {name: f"tritoncp.{module}" for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)
-# torch's own objects, so that an import line from torch works with tritoncp.
+# The objects of torch, so that an import line from torch works with tritoncp.
 _MODULE_OF |= dict.fromkeys(
     ("AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "create_mask", "noop_mask"),
     "torch.nn.attention.flex_attention",
 )
 
 
-if not TYPE_CHECKING:  # to a type checker, a module with this function has every name
+if not TYPE_CHECKING:  # type checkers take a module with this function to have every name
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:
@@ -137,10 +141,10 @@ def _offer_operators(torch: Any) -> None:
         return
 
     class Operators(torch._ops._OpNamespace):
-        __module__ = "torch._ops"  # from which the names of operators follow
+        __module__ = "torch._ops"  # the names of operators follow from these
 
         def __getattr__(self, name: str) -> Any:
-            if "tritoncp.ops.dispatch" not in sys.modules:  # by which they are registered
+            if "tritoncp.graph.dispatch" not in sys.modules:  # the import registers them
                 importlib.import_module("tritoncp.api.parallel")
             return super().__getattr__(name)
 
@@ -151,7 +155,7 @@ _offer_operators(sys.modules.get("torch"))
 
 
 def __dir__() -> list[str]:
-    """List public names, submodules that are imported, and names of every module, but no helpers of this
+    """List public names, imported submodules and the names that every module has, without helpers of this
     file."""
     own = [
         name

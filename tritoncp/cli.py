@@ -34,7 +34,7 @@ class Group(click.Group):
     """A group in which errors of all commands are messages."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        for stream in (sys.stdout, sys.stderr):  # a character that the locale lacks is shown by its number
+        for stream in (sys.stdout, sys.stderr):  # show characters outside of the locale by number
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         with errors_as_messages():
@@ -42,7 +42,7 @@ class Group(click.Group):
 
 
 HEADS = click.IntRange(1, 1 << 16)
-HEAD_DIM = click.IntRange(1, 256)  # equals api.validate.MAX_HEAD_DIM, whose import would import torch
+HEAD_DIM = click.IntRange(1, 256)  # equals call.validate.MAX_HEAD_DIM, whose import would import torch
 
 
 @click.group("tritoncp", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -78,7 +78,7 @@ BALANCERS = (
     "--mask",
     metavar="EXPR",
     help="causal, full, document, window(left, right=0), prefix_lm(n), joined with & | ~ and parentheses, or "
-    "module:function, a mask_mod of your own.  [default: causal, with --lengths causal & document]",
+    "module:function, any mask_mod.  [default: causal, with --lengths causal & document]",
 )
 @click.option(
     "--lengths", metavar="N,N,...|FILE", help="Tokens of each document: numbers, JSON, or a file of either."

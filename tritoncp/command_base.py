@@ -15,14 +15,14 @@ import click
 from tritoncp.core.environment import DEBUG, parse_seconds
 
 INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
-JOBS = click.IntRange(1, 1024)  # processes that compile at a time
+JOBS = click.IntRange(1, 1024)  # number of processes that compile at a time
 PIPE_WIDTH = 10_000  # columns if the output is not a terminal
 
 
 @contextlib.contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """Context that turns errors into messages: a ValueError is a usage error (exit code 2), errors of files
-    and memory are failures (1), all others are bugs in tritoncp. Ctrl-C exits with 130."""
+    """Turn errors into messages, in a ``with`` block: a ValueError is a usage error (exit code 2), errors of
+    files and memory are failures (1), all others are bugs in tritoncp. Ctrl-C exits with 130."""
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
@@ -55,7 +55,7 @@ def _message_of(error: Exception) -> click.ClickException:
 
 
 class Seconds(click.ParamType):
-    """A time as 20, 90s, 15m or 1.5h; a day for longer ones. zero: whether 0 is accepted"""
+    """A time such as 20, 90s, 15m or 1.5h, up to a day. zero: whether 0 is accepted"""
 
     name = "seconds"
 
@@ -70,7 +70,7 @@ class Seconds(click.ParamType):
 
 
 class Tokens(click.IntRange):
-    """A number of tokens in a range, as 1000, 128K or 1M."""
+    """A number of tokens in a range, such as 1000, 128K or 1M."""
 
     name = "tokens"
 
@@ -85,7 +85,7 @@ class Tokens(click.IntRange):
 
 
 class OutputFile(click.Path):
-    """A file to write, in a folder that exists: one that cannot be written is refused before any work."""
+    """A file to write, in a folder that exists. A file that cannot be written is refused before any work."""
 
     def __init__(self, suffix: str = "") -> None:
         super().__init__(dir_okay=False, path_type=Path)

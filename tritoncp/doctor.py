@@ -15,7 +15,7 @@ import click
 from tritoncp._version import __version__
 from tritoncp.command_base import make_console
 from tritoncp.core import environment
-from tritoncp.core.cpu_target import cpu_target
+from tritoncp.core.environment import cpu_target
 from tritoncp.core.versions import NEWEST_TESTED, OLDEST, installed_version, list_untested, minor_of
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
@@ -42,16 +42,19 @@ def doctor(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Return all facts as plain values. `problems` has a line with the remedy for each fault, `advice` one
-    for each setting that could be better.
+    """Return all facts as plain values. `problems` has a line with the remedy for each fault, `advice` has a
+    line for each setting that could be better.
 
     >>> facts = examine()
     >>> sorted(facts)[:5]
     ['advice', 'cpu', 'devices', 'distributed', 'environment']
     """
-    packages = "torch", "triton", "einops", "numpy", "matplotlib"
-    versions = {name: installed_version(name) for name in packages}
-    versions = {"tritoncp": __version__, "python": platform.python_version(), **versions}
+    import torch
+
+    packages = "triton", "einops", "numpy", "matplotlib"
+    versions: dict[str, str | None] = {"tritoncp": __version__, "python": platform.python_version()}
+    versions["torch"] = str(torch.__version__)  # with its build, such as +cu132, which metadata lacks
+    versions |= {name: installed_version(name) for name in packages}
     interpreted = cpu_target() == "interpreter"
     gpus = devices()
     archs = list(dict.fromkeys(gpu["architecture"] for gpu in gpus))
@@ -101,13 +104,13 @@ def assemblers(archs: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def ptxas_advice(archs: Sequence[str]) -> Iterator[str]:
-    """Yield advice to use a newer ptxas, if the present one is known to miscompile some kernels."""
+    """Yield advice to use a newer ptxas, if the current one is known to miscompile some kernels."""
     yield from toolchain.broken_ptxas_paths()
     for arch in archs:
         try:
             used = toolchain.ptxas_for(arch)
         except LookupError:
-            continue  # the table has the error
+            continue  # the error is in the table
         if faults := "; ".join(toolchain.ptxas_faults(arch, used.version)):
             yield (
                 f"ptxas {used.version} ({used.origin}) is known to assemble wrong for {arch}: {faults}. "
@@ -184,7 +187,7 @@ def show(report: dict[str, Any], console: Any) -> None:
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
-    table.add_column(overflow="fold")  # long paths wrap instead of being cut off
+    table.add_column(overflow="fold")  # wrap long paths
     for label, value in summary_rows(report):
         table.add_row(label, Text(value))
     console.print(table)

@@ -27,7 +27,7 @@ def commit_text(point: Point) -> str:
 
 
 def since_text(points: Sequence[Point], change: Change) -> str:
-    """Return the commit that made a change, or the first and the last one of those that can have."""
+    """Return the commit that made a change, or the first and the last commit that may have made it."""
     first, last = (commit_text(points[at]) for at in (change.first, change.last))
     if first == last:
         return first

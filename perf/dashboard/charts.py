@@ -133,7 +133,7 @@ def _make_figure(label: str, height: int) -> Any:
         border_fill_alpha=0,
         outline_line_color=None,
     )
-    plot.xaxis.ticker = FixedTicker(ticks=[])  # which the page's script sets
+    plot.xaxis.ticker = FixedTicker(ticks=[])  # the page's script sets it
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
     plot.min_border_left = 70

@@ -35,7 +35,8 @@ class ComparedCase(NamedTuple):
         return self.before is not None and self.after is None
 
     def regressed(self, limit: float | None) -> bool:
-        """Whether the case is broken; or, with a limit, slower by more than it with an interval above 1.
+        """Whether the case is broken or, with a limit, slower by more than the limit with an interval above
+        1.
 
         >>> ComparedCase("c", "d", 1.0, 1.06, 1.06, 1.02, 1.1, (3, 3)).regressed(0.05)
         True
@@ -53,7 +54,7 @@ class Comparison(NamedTuple):
     missing: cases measured before but not after: on the same series, or on any if no series has the case
     after
     new: cases measured after but not before
-    absent_series: series measured before but not after, of whose cases another series has a time after
+    absent_series: series measured before but not after, whose cases have a time after on another series
     """
 
     rows: list[ComparedCase]
@@ -128,8 +129,8 @@ def _make_row(key: tuple[str, str], before: list[Point], after: list[Point]) -> 
 
 
 def _sort_key(row: ComparedCase) -> tuple[bool, float]:
-    """Return the sort key of a row: failures, then what is surely slower or has no interval, then the others,
-    with the largest ratio first.
+    """Return the sort key of a row: failures, then cases that are surely slower or have no interval, then the
+    others, each with the max ratio first.
 
     >>> rows = [ComparedCase("c", "d", 1, r, r, low, 2, (3, 3)) for r, low in ((1.3, 0.9), (1.02, 1.01))]
     >>> [row.ratio for row in sorted(rows, key=_sort_key, reverse=True)]
@@ -155,9 +156,9 @@ def newest(points: Sequence[Point], runs: int) -> list[Point]:
 def side(
     word: str, history: Path, tell: Callable[[BrokenLine], object] = lambda problem: None
 ) -> list[Point]:
-    """Read the points of a side of a comparison. word: a file or folder; else, in the history, a commit (or a
-    name that git resolves to one), a branch, whose newest measured commit is taken, a version, a run, or a
-    device. tell: called with every broken line
+    """Read the points of a side of a comparison. word: a file or folder; or, in the history, a commit (or a
+    name that git resolves to one), a branch (its newest measured commit), a version, a run, or a device.
+    tell: called with every broken line
 
     Raises InputError with a list of the history's commits and devices.
     """
@@ -197,7 +198,7 @@ def _select_commit(points: Sequence[Point], word: str) -> list[Point]:
 
 
 def _select_branch(points: Sequence[Point], word: str) -> list[Point]:
-    """Select the points of the newest commit of a branch, along first parents, that has any."""
+    """Select the points of the newest commit of a branch that has points, along first parents."""
     of_commits: dict[str, list[Point]] = {}
     for point in points:
         of_commits.setdefault(str(point.env.get("commit", "")).removesuffix("+"), []).append(point)
@@ -209,7 +210,7 @@ def _select_branch(points: Sequence[Point], word: str) -> list[Point]:
 
 
 def _git(*words: str) -> str:
-    """Run git, and return what it says; nothing if it fails or is not installed."""
+    """Run git and return its output; nothing if it fails or is not installed."""
     try:
         return subprocess.run(["git", *words], capture_output=True, text=True).stdout
     except (OSError, ValueError):  # ValueError: a zero byte in a word

@@ -1,4 +1,4 @@
-"""Estimates of the time of a case from several runs, and the confidence interval of the ratio of two.
+"""Estimates of the time of a case from several runs, and confidence intervals of ratios of two estimates.
 
 The logarithm of a case's time is the mean over runs of the logarithms of their medians. Its variance is the
 variance between the runs; with one run, the variance of its median by order statistics (McKean and Schrader,

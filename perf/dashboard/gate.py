@@ -34,8 +34,8 @@ class Reason(NamedTuple):
 class Gate(NamedTuple):
     """A comparison, the gate's options, and its result.
 
-    limit:     largest part by which a case may be slower; None: no limit
-    exit_code: of `tritoncp perf compare`
+    limit:     max fraction by which a case may be slower; None: no limit
+    exit_code: exit code of `tritoncp perf compare`
     first_run: why there is nothing to compare with yet, "" if there is
     """
 
@@ -62,7 +62,7 @@ class Gate(NamedTuple):
         }
 
     def as_csv(self) -> str:
-        """Format the rows, with a head: the figures of the JSON, an empty cell for one that is unknown."""
+        """Format the rows as CSV with a header: the figures of the JSON, an empty cell for an unknown one."""
         file = io.StringIO()
         names = ("case", "series", "before", "after", "ratio", "low", "high", "verdict")
         writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
@@ -110,8 +110,8 @@ def judge(
     required: Sequence[str] = (),
     first_run: str = "",
 ) -> Gate:
-    """Judge a comparison. required: patterns of cases that have to have a time after, and may not be missing
-    even if others may; first_run: why nothing needs to be compared"""
+    """Judge a comparison. required: patterns of cases that need a time after, even if other cases may be
+    missing; first_run: why nothing needs to be compared"""
     reasons = [*_row_reasons(comparison, limit), *_absence_reasons(comparison, allow_missing, required)]
     code = REGRESSION if reasons else FINE
     fails = all(row.before is None and row.after is None for row in comparison.rows)

@@ -1,4 +1,4 @@
-"""Steps of a series of times: at which borders the level changed, and how sure that is.
+"""Steps of a series of times: the borders at which the level changed, and the probability of each.
 
 A model of the logarithms of the times, after Fearnhead (Exact and efficient Bayesian inference for multiple
 changepoint problems, 2006), on a grid of levels as in a hidden Markov model:
@@ -7,8 +7,8 @@ changepoint problems, 2006), on a grid of levels as in a hidden Markov model:
 - At a border the level steps with probability STEP to any other, or moves by a cell of the grid with
   probability 2 DRIFT, as on a machine that slowly becomes warm.
 - A run is off its level by a normal noise; or it was disturbed and says nothing, except that it is seldom
-  too fast. The size of the noise and the part of disturbed runs are unknown: each of NOISES and OUTLIERS is
-  tried, and counts as much as the history, and the other cases of the device (`pool`), make it probable.
+  too fast. The size of the noise and the share of disturbed runs are unknown: each of NOISES and OUTLIERS is
+  tried, and weighted by its probability, given the history and the other cases of the device (`pool`).
 
 The forward-backward algorithm gives the probability of a step at each border. Since a single run may be
 disturbed, one run of a new commit proves little however slow it is; three runs of it do.
@@ -22,25 +22,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST = 0.01  # smallest step that is looked for, in logarithms
+LEAST = 0.01  # min step that is looked for, in logarithms
 CELL = LEAST / 8  # distance of levels on the grid
 MAX_CELLS = 2000  # a wider range of levels gets a coarser grid
 NOISES = LEAST / 4 * 1.6 ** np.arange(12)  # standard deviations that are tried: 0.25 to 44 %
-ENOUGH = 20  # points, from which on only those near an estimate are tried
+ENOUGH = 20  # from so many points on, only values near an estimate are tried
 STEP = 1 / 100  # probability of a step at a border
 SIZE = 2.0  # density of the size of a step, in logarithms
 DRIFT = 0.05  # probability that the level moves by a cell at a border, on each side
-OUTLIERS = np.array([0.003, 0.01, 0.04])  # probabilities that are tried that a run is disturbed
+OUTLIERS = np.array([0.003, 0.01, 0.04])  # probabilities of a disturbed run that are tried
 TRIED = [(noise, outlier) for noise in NOISES for outlier in OUTLIERS]
 UNIFORM = np.full(len(TRIED), 1 / len(TRIED))
 TOO_FAST = 0.05  # density of the logarithm of a disturbed run below its level; above, it is 1
-POOLED = 0.9  # the part of a prior that comes from other cases; any case may be another one
-SURE = 0.999  # probability at which a set of borders gets no more
-CERTAIN = 0.999  # least probability of a step that is certain; its place may be one of several
-LIKELY = 0.99  # least probability of a step that is reported
-WIDEST = 6  # borders at most, at which a step that is reported can be
-DOUBT = 0.05  # least probability of a step for which the newest commit should be measured again
-NEGLIGIBLE = 2e-4  # a border of less probability is not added to a set
+POOLED = 0.9  # the share of a prior that comes from other cases; this case may be different
+SURE = 0.999  # probability at which no more borders are added to a set
+CERTAIN = 0.999  # min probability of a certain step; its place may be one of several
+LIKELY = 0.99  # min probability of a reported step
+WIDEST = 6  # max number of borders at which a reported step can be
+DOUBT = 0.05  # min probability of a step for which the newest commit should be measured again
+NEGLIGIBLE = 2e-4  # min probability of a border that is added to a set
 
 Array = NDArray[np.floating[Any]]
 
@@ -59,7 +59,7 @@ class LevelStep(NamedTuple):
 
     @property
     def likely(self) -> bool:
-        """Whether it is likely, and a few commits can have made it."""
+        """Whether the step is likely, and few commits can have made it."""
         return self.probability >= LIKELY and self.last - self.first < WIDEST
 
     @property
@@ -68,7 +68,7 @@ class LevelStep(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What the times of a case say under each noise and part of disturbed runs.
+    """Probabilities of the times of a case, and of steps, for each noise and share of disturbed runs.
 
     tried: indices in TRIED, of length n; evidence: logarithms of the probabilities of the times, (n,); up,
     down: probabilities of a step before each block, (blocks, n)
@@ -86,15 +86,15 @@ class Fit(NamedTuple):
         return weights / weights.sum()
 
     def steps(self, prior: Array = UNIFORM) -> list[LevelStep]:
-        """Return the steps in order of time, also those in DOUBT."""
+        """Return the steps in order of time, including steps in DOUBT."""
         weights = self.weights(prior)[self.tried]
         up, down = self.up @ weights, self.down @ weights
         return sorted([*_collect(up, True), *_collect(down, False)], key=lambda step: step.best)
 
 
 def find_steps(values: Sequence[float], blocks: Sequence[int]) -> list[LevelStep]:
-    """Find the steps of positive numbers in order of time, also those in DOUBT. blocks: the number of each
-    one's block, from 0 on
+    """Find the steps of positive numbers in order of time, including steps in DOUBT. blocks: block number of
+    each time, from 0 on
 
     >>> times = [1.0, 1.01, 0.99, 1.0, 1.01, 1.0, 1.1, 1.11, 1.1]
     >>> (step,) = find_steps(times, [0, 0, 0, 1, 1, 1, 2, 2, 2])
@@ -106,7 +106,7 @@ def find_steps(values: Sequence[float], blocks: Sequence[int]) -> list[LevelStep
 
 
 def pool(fits: Sequence[Fit | None]) -> list[Array]:
-    """Return a prior for each case of a device, from what the other cases say about noise and disturbed runs.
+    """Return a prior of noise and disturbed runs for each case of a device, from its other cases.
 
     >>> times, blocks = [1.0, 1.001, 0.999] * 8, [i // 3 for i in range(24)]
     >>> unknown, calm = fit([1.0, 1.02], [0, 1]), fit(times, blocks)
@@ -125,7 +125,7 @@ def pool(fits: Sequence[Fit | None]) -> list[Array]:
 
 
 def fit(values: Sequence[float], blocks: Sequence[int]) -> Fit | None:
-    """Compute what positive numbers say, in order of time; None if all are of one block."""
+    """Fit positive numbers in order of time; None if all are of one block."""
     if not values or blocks[-1] == 0:
         return None
     logs, numbers = np.log(np.asarray(values, dtype=np.float64)), np.asarray(blocks)
@@ -138,7 +138,7 @@ def fit(values: Sequence[float], blocks: Sequence[int]) -> Fit | None:
     disturbed = outliers * np.where(away > 0, 1.0, TOO_FAST)
     starts = np.searchsorted(numbers, np.arange(blocks[-1] + 1))
     likelihoods = np.add.reduceat(np.log((1 - outliers) * normal + disturbed), starts)
-    # Scaled by their maximum; the sum of the logarithms of all scales is that of the evidence.
+    # Scaled by their maximum; the logarithms of all scales sum up to the logarithm of the evidence.
     tops = likelihoods.max(axis=2, keepdims=True)
     jump = STEP * SIZE * cell
     forward, backward, evidence = _pass_messages(np.exp(likelihoods - tops), jump)
@@ -177,7 +177,7 @@ def _pass_messages(likelihoods: Array, jump: float) -> tuple[Array, Array, Array
 
 
 def _choose_tried(logs: Array) -> NDArray[np.int_]:
-    """Return the indices of TRIED: of many numbers, of noises near an estimate."""
+    """Return the indices of TRIED to try; for many numbers, only noises near an estimate."""
     noises = np.array(TRIED)[:, 0]
     if len(logs) < ENOUGH:
         return np.arange(len(TRIED))
@@ -197,7 +197,8 @@ def _drift(levels: Array) -> Array:
 
 
 def _collect(probabilities: Array, up: bool) -> list[LevelStep]:
-    """Collect the steps in one direction: around each likely border, as few borders as surely hold it."""
+    """Collect the steps in one direction: for each likely border, the min set of borders that surely contains
+    the step."""
     steps, left = [], probabilities.copy()
     while (best := int(np.argmax(left))) and left[best] >= DOUBT / 5:
         first = last = best

@@ -90,8 +90,8 @@ def page(history: History, repository: str = "", acceptances: Sequence[Acceptanc
 
 
 def make_badge(points: Sequence[Point], acceptances: Sequence[Acceptance] = ()) -> dict[str, Any]:
-    """Make the JSON of a badge, as shields.io reads it from an address: how many cases fail now, are slower,
-    or may be, and since which commit, or that none is.
+    """Make the JSON of a badge for shields.io: how many cases fail now, are slower, or may be slower, and
+    since which commit; or that no case does.
 
     >>> from tritoncp.perf.records.history import Series
     >>> make_badge([Point("r", "t", "c", Series("d"), {}, {"tritoncp": {"ms": 1.0}})])
@@ -131,8 +131,8 @@ def _versions(point: Point) -> str:
 
 
 class DeviceRow(NamedTuple):
-    """A device: its newest run, the number of cases measured in it and of all its cases, and the number of
-    cases of each status, with the class of its text."""
+    """A device: its newest run, the number of cases in this run and of all cases, and the number of cases of
+    each status, with the class of its text."""
 
     name: str
     newest: Run
@@ -142,7 +142,8 @@ class DeviceRow(NamedTuple):
 
 
 def list_devices(all_trends: Sequence[Trend], runs: dict[str, Run]) -> list[DeviceRow]:
-    """List the devices, that of the worst case first. ``all_trends`` are in order of urgency."""
+    """List the devices, beginning with the device of the worst case. ``all_trends`` are in order of
+    urgency."""
     rows = []
     for device in dict.fromkeys(str(trend.points[-1].series) for trend in all_trends):
         of_device = [trend for trend in all_trends if str(trend.points[-1].series) == device]

@@ -77,7 +77,8 @@ def _mean_log(points: Sequence[Point]) -> float:
 
 
 def _estimate(cases: Sequence[Sequence[Point]]) -> Estimate:
-    """Estimate the mean logarithm of cases from the runs that have all; without two, it is unknown."""
+    """Estimate the mean logarithm of cases from the runs that have all cases; unknown with fewer than two
+    such runs."""
     runs = [{point.run: math.log(point.ms) for point in points if point.ms} for points in cases]
     common = [run for run in runs[0] if all(run in of_case for of_case in runs)]
     means = [statistics.fmean(of_case[run] for of_case in runs) for run in common]
@@ -110,7 +111,7 @@ SUITE_HEAD = ("suite", "cases", "geometric mean", "95% interval", "best … wors
 
 
 def suite_lines(suites: Sequence[Suite]) -> list[tuple[str, ...]]:
-    """Format suites as cells under SUITE_HEAD; speedups as those before and after."""
+    """Format suites as cells under SUITE_HEAD, with the speedups before and after."""
     several = len({suite.series for suite in suites}) > 1
     return [
         (

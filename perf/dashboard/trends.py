@@ -1,5 +1,5 @@
 """Trends of cases over runs: changes of level with the commits that made them, their possible causes, and the
-present level against the one before it.
+current level compared with the one before it.
 
 The changes are those of `levels.Fit.steps`; a change is open until the level returns, or until somebody
 accepts it in the file ACCEPTED beside the history.
@@ -22,8 +22,8 @@ from tritoncp.perf.records.history import ATTRIBUTES, Point, Series
 
 ACCEPTED = "accepted.txt"  # lines of a case, a commit and a reason
 NEAR = 3  # points before and after a change that are searched for causes; commits for which "faster" is news
-# Most urgent first. "measure again": the newest runs differ, and are too few to be sure; "not compared": of a
-# CPU that others may use, without a baseline in the same runs
+# In order of urgency. "measure again": the newest runs differ, and are too few to be sure; "not compared":
+# measured on a CPU that others may use, without a baseline in the same runs
 STATUSES = (
     *("fails now", "slower", "likely slower", "measure again", "fails still", "accepted"),
     *("faster", "likely faster", "as before", "first run", "not compared"),
@@ -78,8 +78,8 @@ class Cause(NamedTuple):
 class Newest(NamedTuple):
     """The present level divided by the level before it, None if unknown.
 
-    status: one of STATUSES; since: the change that made it so; reason: why it is accepted; runs: number of
-    runs before and of those since
+    status: one of STATUSES; since: the change that led to it; reason: why it is accepted; runs: number of
+        runs before and since
     """
 
     status: str
@@ -100,7 +100,7 @@ class Trend(NamedTuple):
 
     @property
     def urgency(self) -> tuple[float, ...]:
-        """Sort key: new failures, slower cases by ratio, likely slower ones, those to measure again, old
+        """Sort key: new failures, slower cases by ratio, likely slower cases, cases to measure again, old
         failures, cases slower than their best level, then by distance below the goal."""
         last, newest = self.points[-1], self.newest
         group = STATUSES.index(newest.status)
@@ -130,8 +130,8 @@ def read_acceptances(places: Iterable[Path]) -> list[Acceptance]:
 
 
 class _Case(NamedTuple):
-    """A case on one series. timed: indices of the points that have a time; times: to be compared, None if
-    they cannot be; blocks: the number of each one's block"""
+    """A case on one series. timed: indices of the points that have a time; times: their comparable times,
+    None if there are none; blocks: their block numbers"""
 
     points: Sequence[Point]
     timed: list[int]
@@ -146,7 +146,7 @@ def find_trend(points: Sequence[Point], acceptances: Sequence[Acceptance] = ()) 
 
 
 def find_trends(lines: Sequence[Sequence[Point]], acceptances: Sequence[Acceptance] = ()) -> list[Trend]:
-    """Find the trends of cases, each as `find_trend`; the cases of a series tell each other its noise."""
+    """Find the trends of cases, as `find_trend` does; the cases of a series share an estimate of noise."""
     cases = [_prepare(points) for points in lines]
     by_series: dict[Series, list[int]] = {}
     for i, points in enumerate(lines):
@@ -184,8 +184,8 @@ def _find_trend(case: _Case, prior: Array, acceptances: Sequence[Acceptance]) ->
 
 
 def number_blocks(points: Sequence[Point]) -> list[int]:
-    """Number the blocks of successive points: those of one commit, with the same versions and driver. Without
-    a commit each point is a block.
+    """Number the blocks of successive points: a block has one commit, with the same versions and driver.
+    Without a commit each point is a block.
 
     >>> from tritoncp.perf.records.history import Series
     >>> envs = [{"commit": "a"}, {"commit": "a"}, {"commit": "b"}, {"commit": "b", "driver": "1"}, {}, {}]
@@ -201,9 +201,8 @@ def number_blocks(points: Sequence[Point]) -> list[int]:
 
 
 def comparable_times(points: Sequence[Point]) -> list[float] | None:
-    """Return the times of points that have one; of a host case what they would be if the baselines of all
-    points had taken their usual time, since other work on the CPU slows both. None without such a baseline.
-    """
+    """Return the times of points that have one. Times of a host case are divided by the slowdown of the
+    baselines in the same point, since other work on the CPU slows both; None without such a baseline."""
     times = [point.ms for point in points if point.ms]
     if not times or not points[0].on_host:
         return times
@@ -217,7 +216,7 @@ def comparable_times(points: Sequence[Point]) -> list[float] | None:
 
 
 def _make_changes(times: Sequence[float], blocks: Sequence[int], steps: Sequence[LevelStep]) -> list[Change]:
-    """Return the changes between the medians of the pieces that surely lie between steps."""
+    """Return the changes between the medians of the pieces between steps."""
     changes = []
     starts = [0, *(blocks.index(step.last) for step in steps)]
     ends = [*(blocks.index(step.first) for step in steps), len(times)]
@@ -280,7 +279,7 @@ def _find_open(changes: Sequence[Change]) -> list[Change]:
 
 
 def _renumber(change: Change, timed: Sequence[int]) -> Change:
-    """Return a change of the points that have a time as one of all points."""
+    """Convert a change from indices of points that have a time to indices of all points."""
     return change._replace(first=timed[change.first], at=timed[change.at], last=timed[change.last])
 
 

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import click
 
-from tritoncp.core.checked_json import parse_json
+from tritoncp.core.files import parse_json
 from tritoncp.perf.exit_codes import InputError
 from tritoncp.perf.progress import Progress
 
 VERSION = 1
 OURS = "tritoncp"
-# Family of baselines -> the contender without whose time it counts as untuned.
+# Family of baselines -> contender that needs a time; without it, the family counts as untuned.
 TUNED = {"flex": "flex max-autotune"}
-# First words of the tag "pass" of host cases, which take time of a CPU that others may use, too
+# First words of the tag "pass" of host cases, which are timed on a CPU that others may use too
 HOST_PASSES = ("mask", "plan", "call", "cpu")
 # Attributes that may differ between the points of a series, and may be the cause of a change.
 ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "ptxas", "driver", "cuda", "cudnn", "python")
@@ -69,7 +69,7 @@ class Point:
                 peak_bytes are those of the device, and of the host for masks and plans
     tags:       mask, pass, dtype, shape, model, ranks
     work:       flops, wire_bytes
-    state:      clock, power and temperature after the rounds; goal: least speedups worth shipping
+    state:      clock, power and temperature after the rounds; goal: min speedups worth shipping
     """
 
     run: str
@@ -99,8 +99,8 @@ class Point:
         return self.tags.get("pass", "").split(" ")[0] in HOST_PASSES
 
     def baselines(self) -> dict[str, float]:
-        """Return the best median of each family of baselines, without untuned families, ratios to which would
-        be misleading: those without the time of the contender in TUNED.
+        """Return the best median of each family of baselines. Untuned families, which have no time of the
+        contender in TUNED, are left out, since ratios to them would be misleading.
 
         >>> figures = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}, "cudnn": {"ms": 1.5}, "x": {"why": ""}}
         >>> Point("r", "t", "c", Series("d"), {}, figures).baselines()
@@ -207,7 +207,8 @@ def files(places: Iterable[Path]) -> list[Path]:
 
 
 def is_history(path: Path) -> bool:
-    """Whether a file's name is that of a history, or of a file that `pytest --benchmark-autosave` writes."""
+    """Return whether a file's name is the name of a history, or of a file that `pytest --benchmark-autosave`
+    writes."""
     return path.suffix == ".jsonl" or (path.suffix == ".json" and path.name[:4].isdigit())
 
 
@@ -342,7 +343,7 @@ class Journal:
 def find_unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
     """Return (file, points) of the newest run with the same code, versions and device; None without one."""
     newest: tuple[Path, list[Point]] | None = None
-    identity = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code
+    identity = ("sources", *ATTRIBUTES[1:])  # equal sources under another commit are the same code
     for path in files([folder]) if folder.exists() else ():
         runs: dict[str, list[Point]] = {}
         for point in read(path).points:

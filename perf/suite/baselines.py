@@ -1,6 +1,6 @@
 """Contenders of the benchmark: tritoncp, PyTorch's compiled flex attention in variants, and SDPA's kernels.
 
-A contender gets q, k and v in the layout of its own API. The conversion of its results to [batch, heads, seq,
+A contender gets q, k and v in the layout of its API. The conversion of its results to [batch, heads, seq,
 dim], for comparison, is not timed.
 """
 
@@ -22,7 +22,7 @@ from tritoncp.api.plans import make_plan
 from tritoncp.api.reshard import unshard
 from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
-from tritoncp.ops.sinks import with_sinks
+from tritoncp.call.sinks import with_sinks
 from tritoncp.perf.records.history import variant
 from tritoncp.planning.problem import Problem, document_lengths, window_of
 
@@ -199,7 +199,7 @@ def flex(problem: Problem, tensors: Inputs, variant: str = "flex", compiled: boo
             return attention(q, k, v, score, mask, enable_gqa=True, kernel_options=options)
         want = torch_flex.AuxRequest(lse=True)
         out, aux = attention(q, k, v, score, mask, enable_gqa=True, return_aux=want, kernel_options=options)
-        return with_sinks(out, aux.lse, sinks)[0]  # flex attention has no sinks of its own
+        return with_sinks(out, aux.lse, sinks)[0]  # flex attention does not support sinks
 
     # A separate code object, so that Dynamo does not reuse the compilation of another variant.
     call.__code__ = call.__code__.replace(co_name=variant.replace(" ", "_"))

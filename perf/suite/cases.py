@@ -1,4 +1,4 @@
-"""The table of benchmark cases, most important first.
+"""The table of benchmark cases, in order of importance.
 
 The meaning of a case's name never changes, so that times of different days can be compared: a new shape or
 mask is a new case.
@@ -81,10 +81,10 @@ def _both_passes(
 
 CONTEXT_PARALLEL = (("causal", "allgather"), ("causal", "ring"), ("document", "fetch"), ("causal", "ulysses"))
 
-# Masks at whose first size the flex variants that compile slowly are measured, too
+# Masks for which flex variants that compile slowly are measured too, at the first size
 SEARCHED = ("causal", "full", "document", "window")
 
-# Goals: the least speedup over a baseline (its time over tritoncp's) worth shipping.
+# Goals: the min speedup over a baseline (its time over tritoncp's) worth shipping.
 GOALS: dict[tuple[str, str], dict[str, float]] = {
     ("full", "forward"): {"flex": 1.2, "flash": 1.3, "cudnn": 0.8},
     ("full", "backward"): {"flex": 1.3, "flash": 1.1, "cudnn": 0.72},
@@ -105,7 +105,7 @@ CASES: tuple[Case, ...] = (
     *_both_passes("causal full document window", 8192),
     *_both_passes("causal full document window", 32768),
     *_both_passes("alibi softcap prefix", (8192, 32768)),
-    # A step of decoding, and one that checks sixteen tokens or fills a little of a long context
+    # A step of decoding, and a step that checks sixteen tokens or extends a long context a little
     *(
         Case(Problem("full", 32768, queries=rows), "forward", "full", "Llama-3 8B, decoding")
         for rows in (1, 16)

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import Mod, vmapped
+from tritoncp.mods.tracing import Mod, vmapped
 from tritoncp.perf.suite.baselines import Inputs
 from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
-# Allowed ‖actual − reference‖ / ‖reference‖: of a whole tensor, and of its worst 128 rows of a head.
+# Allowed ‖actual − reference‖ / ‖reference‖ of a whole tensor, and of the worst 128 rows of a head.
 # A correct kernel is near the rounding of its inputs' dtype; one wrong tile is far outside.
 TOLERANCE = {
     torch.bfloat16: (1e-2, 4e-2),
@@ -21,7 +21,7 @@ TOLERANCE = {
     torch.float32: (2e-5, 2e-4),
 }
 ROWS = 128
-_CHUNK = 1 << 26  # most scores in memory at a time
+_CHUNK = 1 << 26  # max scores in memory at a time
 
 
 class Answer(NamedTuple):
@@ -74,8 +74,8 @@ def _shifted(score: Mod, b: int, h: int, row: int) -> Mod:
 
 
 def find_fault(name: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """Describe the errors of a tensor, if they are beyond the tolerance of a dtype: of the whole tensor, and
-    of its worst block of ROWS rows. Any NaN makes both NaN, which no tolerance accepts."""
+    """Describe the errors of a tensor, if they exceed the tolerance of a dtype: the error of the whole
+    tensor, and of its worst block of ROWS rows. Any NaN makes both NaN, which no tolerance accepts."""
     difference, size = (
         x.to(expected.dtype).square().sum(-1) for x in (actual.to(expected.dtype) - expected, expected)
     )  # [B, H, S]

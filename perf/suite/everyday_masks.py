@@ -18,7 +18,7 @@ class Everyday(NamedTuple):
     length: int
     B: int | None = None
     H: int | None = None
-    most: int = 8  # intervals of a row; 0: more than a list has, or none without evaluating pairs
+    most: int = 8  # intervals of a row; 0: too many for a list, or known only by evaluating pairs
 
 
 def draw_lengths(total: int, seed: int, median: float = 1800, sigma: float = 1.4) -> list[int]:
@@ -142,8 +142,8 @@ def everyday_masks(length: int) -> dict[str, Everyday]:
 
 
 def draw_tree(length: int) -> tuple[Tensor, Tensor]:
-    """Draw a tree of segments in depth-first order: for each token its segment, and the one after the last
-    descendant of its segment, int32 [length] each."""
+    """Draw a tree of segments in depth-first order: for each token its segment, and the segment after the
+    last descendant of its segment, int32 [length] each."""
     sizes, draw = draw_lengths(length, 9, median=650, sigma=1.0), random.Random(4)
     path: list[int] = []
     leave = [len(sizes)] * len(sizes)

@@ -1,6 +1,6 @@
 """Host cases, without a GPU: times and memory of masks and plans, Python time of a call, and the CPU engine.
 
-They are written, compared and displayed as attention cases. The device of their series is the CPU.
+They are written, compared and displayed like attention cases. The device of their series is the CPU.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ THREADS = 2  # of the CPU engine
 LARGEST_EAGER = 2048  # tokens: scores of torch's eager flex attention take 16 bytes for each pair and head
 LARGEST_DENSE = 16384  # tokens: a dense mask in float32, 1 GiB
 SIZES_COMPILED = 2048, 4096  # tokens: torch.compile takes seconds for each mask, and at two sizes
-LONG = 8192  # tokens: an execution takes seconds from here on, and a case is timed in few rounds
-# Goals of the CPU engine: least speedups over baselines, by mask, from SHORTEST tokens on; and of a forward
+LONG = 8192  # tokens: from here on an execution takes seconds, and a case is timed in few rounds
+# Goals of the CPU engine: min speedups over baselines, by mask, from SHORTEST tokens on; and of a forward
 # pass with a score_mod
 SHORTEST = 2048
 GOALS = {"causal": {"sdpa-dense": 1.0}, "prefix": {"sdpa-dense": 1.0}}
@@ -81,7 +81,7 @@ class HostCase(Case):
 
     @property
     def goal(self) -> dict[str, float]:
-        """Least speedups over baselines; {} except for cases of the CPU engine. (A baseline without a time is
+        """Min speedups over baselines; {} except for cases of the CPU engine. (A baseline without a time is
         ignored.)"""
         problem = self.problem
         if self.which not in CPU_PASSES or problem.seq < SHORTEST:
@@ -93,7 +93,7 @@ class HostCase(Case):
 
     @property
     def rounds(self) -> int:
-        """The least number of rounds, besides the first."""
+        """The min number of rounds, besides the first."""
         return 2 if self.which in CPU_PASSES and self.problem.seq >= LONG else 5
 
 
@@ -158,8 +158,8 @@ def run(
     deadline: float,
     seconds: float,
 ) -> int:
-    """Measure cases that the journal has not on one core, and write a line for each; return the number of
-    failures."""
+    """Measure the cases that are not in the journal, on one core, and write a line for each. Return the
+    number of failures."""
     torch.set_num_threads(1)
     measured_names, failures = {point.case for point in journal.points}, 0
     remaining_cases = [case for case in selection if case.name not in measured_names]
@@ -178,8 +178,8 @@ def run(
 
 
 def measure(case: HostCase, seconds: float) -> dict[str, dict[str, Any]]:
-    """Measure all contenders of a case; return their figures, for a mask and a plan with the most memory that
-    making it took, where the system tells it."""
+    """Measure all contenders of a case. Returns their figures; for masks and plans also the peak memory, if
+    the system tells it."""
     makers = list_contenders(case)
     with surroundings(case):
         figures = time_interleaved(makers, WallClock(), seconds, case.rounds)
@@ -192,7 +192,7 @@ def measure(case: HostCase, seconds: float) -> dict[str, dict[str, Any]]:
 
 
 def list_contenders(case: HostCase) -> Makers:
-    """Return by name of a contender the function that prepares one execution, which is not timed."""
+    """Return functions, by contender, that prepare one execution. The preparation is not timed."""
     return {"mask": _mask_contenders, "plan": _plan_contenders}.get(case.which, _call_contenders)(case)
 
 
@@ -227,7 +227,7 @@ def _plan_contenders(case: HostCase) -> Makers:
 
 
 def _call_contenders(case: HostCase) -> Makers:
-    """Return tritoncp's call; of the CPU engine beside torch's attention, and ranks beside one device."""
+    """Return tritoncp's call; for the CPU engine also torch's attention, and for ranks also one device."""
     problem = case.problem
     x = inputs(problem, CPU)
     if case.which == "attend":  # calls without gradients
@@ -274,7 +274,7 @@ def cpu_engine() -> Iterator[None]:
 
 @contextmanager
 def no_launches() -> Iterator[None]:
-    """Context in which kernel launches are prepared but not run, to time the rest of a call."""
+    """Prepare kernel launches but do not run them, in a ``with`` block, to time the rest of a call."""
     from tritoncp.kernels.launch import Launch
 
     with mock.patch.object(Launch, "__call__", return_value=None):

@@ -1,4 +1,4 @@
-"""The most memory that a piece of host code takes."""
+"""Peak memory of a piece of host code."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def start_peak() -> int | None:
-    """Start to measure the most resident memory of this process; return its memory now, in bytes. None where
-    the system does not tell it: on other systems than Linux, and where /proc cannot be written.
+    """Start to measure the peak resident memory of this process; return its current memory in bytes. None if
+    the system does not tell it: on other systems than Linux, and if /proc cannot be written.
 
     Python's tracemalloc does not count allocations of torch; the high-water mark of resident memory counts
     all, once the allocator has returned its free memory.
@@ -24,8 +24,8 @@ def start_peak() -> int | None:
 
 
 def peak_since(start: int | None) -> int | None:
-    """Return the most bytes that the process held since :func:`start_peak` returned ``start``, beyond these;
-    None if that was None."""
+    """Return the peak bytes of the process since :func:`start_peak` returned ``start``, minus ``start``; None
+    if it was None."""
     return None if start is None else max(0, _read_bytes("VmHWM") - start)
 
 

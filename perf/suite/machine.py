@@ -14,7 +14,7 @@ import triton
 
 from tritoncp._version import __version__
 from tritoncp.kernels.toolchain import ptxas_for
-from tritoncp.ops import tile_tables
+from tritoncp.measured_tiles import tile_tables
 from tritoncp.perf.records.history import Series
 
 _STATE = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")

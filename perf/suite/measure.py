@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import click
 import torch
 
+from tritoncp.graph.flop_formulas import count_flops, count_pairs
 from tritoncp.kernels.engine import RequestedRouteWarning
-from tritoncp.ops.flop_formulas import count_flops, count_pairs
 from tritoncp.perf.records.history import OURS, Journal
 from tritoncp.perf.suite import baselines, check, machine
 from tritoncp.perf.suite.baselines import FLEX, Contender
@@ -31,7 +31,7 @@ from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem
 
-THOROUGH = ["flex prescale tma", "flex max-autotune"]  # flex variants that compile for a minute
+THOROUGH = ["flex prescale tma", "flex max-autotune"]  # flex variants that take a minute to compile
 QUICK = [name for name in FLEX if name not in THOROUGH]
 LOST = torch.AcceleratorError.__name__  # error of a launch that failed on the device
 
@@ -238,7 +238,7 @@ def _summarize_error(error: Exception) -> str:
 
 
 def prepare_pass(contender: Contender, which: str) -> Run:
-    """Prepare one execution of a pass for timing; of both passes for "train"."""
+    """Prepare one execution of a pass for timing, or of both passes for "train"."""
     if which in ("forward", "attend"):
         return contender.call
     if which == "train":

@@ -33,8 +33,8 @@ class Clock(Protocol):
 class DeviceClock(Clock):
     """Clock by device events around one execution, with a cold L2 cache.
 
-    A sleep kernel runs while Python queues the work, so that Python does not add to the device time, unless
-    the host time exceeds about a millisecond.
+    A sleep kernel runs while Python queues the work, so that Python does not add to the device time if it
+    takes less than about a millisecond.
     """
 
     _CYCLES = 2_000_000
@@ -103,8 +103,8 @@ def summarise(samples: list[Sample], keep: bool) -> dict[str, Any]:
 def time_interleaved(
     runs: Mapping[str, Callable[[], Run]], clock: Clock, seconds: float, least: int = 7, most: int = 40
 ) -> dict[str, dict[str, Any]]:
-    """Time contenders in interleaved rounds for about ``seconds``; each round begins with the next one.
-    Return the figures of each; all times only of tritoncp, whose runs are compared.
+    """Time contenders in interleaved rounds for about ``seconds``; each round begins with the next contender.
+    Return the figures of each. All times are kept only for tritoncp, whose runs are compared.
 
     runs: name -> function that prepares an execution (not timed) and returns it
 

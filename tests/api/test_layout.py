@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
-from tritoncp.ops import engine_factory
+from tritoncp.call import engine_factory
 
 SHAPE = 2, 3, 5, 8
 

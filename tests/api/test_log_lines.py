@@ -11,18 +11,18 @@ import torch
 
 import tritoncp
 from tests.command_process import python
+from tests.measured_tiles.measured_tiles import CPU, places, put
 from tests.multiprocess import ranks
-from tests.ops.measured_tiles import CPU, places, put
 from tritoncp.core import log_lines
 from tritoncp.kernels import options
-from tritoncp.ops import tile_tables
+from tritoncp.measured_tiles import tile_tables
 
 __all__ = ["places"]  # a fixture
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Have every decision and look-up of the test be new."""
+    """Forget logged decisions and cached plans, so that those of the test are new."""
     log_lines._LOGGED._entries.clear()
     tritoncp.plan_cache_clear()
     yield

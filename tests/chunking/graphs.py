@@ -1,5 +1,5 @@
-"""Graphs written node by node, with one byte an element, one second a byte of memory and half
-a second a byte of a message."""
+"""Graphs written node by node: an element has one byte, a byte of memory takes a second, a byte of a message
+half a second."""
 
 from __future__ import annotations
 

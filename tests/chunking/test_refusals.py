@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,11 @@ from tritoncp.chunking import attention, chunk, concretise
 from tritoncp.chunking.regions import describe_modules, is_backward, regions_of
 from tritoncp.chunking.sizes import free_symbols
 from tritoncp.core import handles
-from tritoncp.ops.call import decode_spec, encode_spec
+from tritoncp.graph.spec import decode_spec, encode_spec
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 X = torch.randn(4, 8, 6)
-FRAMES = {  # of a call, from the outermost: (file, line of code)
+FRAMES = {  # stack of a call, from the outermost frame: (file, line of code)
     "train.py": "loss = model(x)",
     "model.py": "return layer(x)",
     attention.__file__: "return forward_op(q, k, v)",
@@ -165,6 +166,7 @@ REFUSED = {
         "tritoncp.forward.*traced at File .model.py.*exchanges keys between ranks.*repeat=True",
     ),
     "latent": (attend, with_call(sizes=(1, 8, 8)), "tritoncp.forward.*has expand="),
+    "selected keys": (attend, with_call(selected=(1, 1)), "tritoncp.forward.*has selected="),
     "capture": (
         attend_by(causal(), biased=True),
         with_call(wants=(0,)),
@@ -194,7 +196,7 @@ def test_a_graph_is_refused_on_its_node_and_stays_as_it_was(name):
 
 @pytest.mark.parametrize("places", [(), (0.0,), (0.5,)])
 @pytest.mark.parametrize("names", [{}, {"dropout_p": 0.0}, {"dropout_p": 0.5}], ids=str)
-def test_torchs_attention_is_cut_by_batch_without_dropout_alone(places, names):
+def test_torchs_attention_is_cut_only_by_batch_and_without_dropout(places, names):
     gm = forward_graph(torch_attention)
     node = node_of(gm, "scaled_dot_product")
     node.args, node.kwargs = (*node.args[:3], *places), names
@@ -215,12 +217,12 @@ def test_eight_modules_of_a_graph_are_named():
         ]
 
 
-def test_nodes_without_a_module_are_inside_where_they_come_from_regions_and_go_to_regions():
+def test_nodes_without_a_module_are_inside_if_inputs_and_users_are():
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         a = x.sin()
         b = (a.cos().cosh() + x).tan()  # two nodes on the way, and a sum that adds from outside
         other = x.log().sinh()
-        b.ceil()  # without a user
+        b.ceil()  # it has no user
         forward = b + other, b.exp().expm1(), (b * other).relu(), b.split(3, -1)[0], x.split(3, -1)[1]
         d, weight = a.atan(), torch.ones(6)
         return *forward, d + a, d + x, d + 1, (weight.erf() + weight.erfc()).floor()
@@ -237,7 +239,7 @@ def test_nodes_without_a_module_are_inside_where_they_come_from_regions_and_go_t
     between = dict.fromkeys(("cos", "cosh", "add", "getitem", "getitem_1", "add_2"), "layers.0") | {
         "mul": "layers.1"
     }
-    outside = {"getitem_3", "log"}  # an item of a sequence from outside, whatever its module
+    outside = {"getitem_3", "log"}  # an item of a sequence from outside, in any module
     assert inside == {name: path for name, path in (modules | between).items() if name not in outside}
 
 
@@ -271,7 +273,7 @@ def test_forward_values_are_joined_before_the_backward_pass():
     assert backward == sorted(backward) and sum(backward) == 2
 
 
-def test_chunks_of_the_backward_pass_run_one_after_the_other_the_last_first():
+def test_chunks_of_the_backward_pass_run_from_the_last_to_the_first():
     gm = forward_graph(lambda x, w: x.sin().cos().tanh())
     for name in ("cos", "tanh"):
         node_of(gm, name).meta["partitioner_tag"] = "is_backward"
@@ -346,7 +348,7 @@ def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():
         send(k.requires_grad_(), k, False, [], [], 1.0, plan.handle, spec)
 
 
-# Functions of x [B, S, C] whose rows are of other rows.
+# Functions of x [B, S, C] whose rows depend on other rows.
 MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "cumsum": lambda x: x.cumsum(1),
     "cumprod": lambda x: x.cumprod(-2),
@@ -391,9 +393,23 @@ def warnings_of(fn: Callable[[Tensor], Tensor], dim: str) -> list[str]:
 def test_an_operator_along_the_sequence_warns_once_and_names_the_users_line(name: str) -> None:
     (message,) = warnings_of(MIXED[name], "seq")
     assert name in message and "model.py" in message
-    assert warnings_of(MIXED[name], "batch") == []
 
 
-@pytest.mark.parametrize("name", UNMIXED)
-def test_operators_of_rows_do_not_warn(name: str) -> None:
-    assert warnings_of(UNMIXED[name], "seq") == []
+def some(functions: dict[str, Callable[[Tensor], Tensor]]) -> list[list[str]]:
+    """Return names of functions in groups of five, from which a test makes one graph."""
+    names = list(functions)
+    return [names[i : i + 5] for i in range(0, len(names), 5)]
+
+
+def one_after_another(functions: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+    return lambda x: reduce(lambda y, fn: fn(y), functions, x)
+
+
+@pytest.mark.parametrize("names", some(MIXED), ids=", ".join)
+def test_operators_along_the_sequence_do_not_warn_where_the_batch_is_cut(names: list[str]) -> None:
+    assert warnings_of(one_after_another([MIXED[name] for name in names]), "batch") == []
+
+
+@pytest.mark.parametrize("names", some(UNMIXED), ids=", ".join)
+def test_operators_of_rows_do_not_warn(names: list[str]) -> None:
+    assert warnings_of(one_after_another([UNMIXED[name] for name in names]), "seq") == []

@@ -19,6 +19,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from tests.chunking.models import ROW_FUNCTIONS, compiled
 from tests.chunking.test_trainers import WIDTH, Block, Model, results
+from tests.draws import by_turns
 from tritoncp.chunking import Pass, chunk, mark
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")
@@ -45,15 +46,15 @@ def marked(dim: str, chunks: int) -> Tensor:
 
 
 def compute_values_again(gm: GraphModule) -> None:
-    """Compute the values of a graph's nodes from those of its inputs, as inductor does."""
+    """Compute the values of a graph's nodes from the values of its inputs, as inductor does."""
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     mode: Any = detect_fake_mode(values)
     mode.shape_env.fake_tensor_cache.clear()
     FakeTensorProp(copy.deepcopy(gm), mode=mode).propagate_dont_convert_inputs(*values)
 
 
-@pytest.mark.parametrize(("dim", "chunks"), list(product(DIMS, (2, 3, 5))))
-def test_torch_knows_that_every_chunk_has_a_row(dim, chunks):
+@pytest.mark.parametrize(("chunks", "dim"), by_turns((2, 3, 5), DIMS))
+def test_torch_knows_that_every_chunk_has_a_row(chunks, dim):
     model, seen = Model(Rows(torch.sin)), []
 
     def rewrite(gm: GraphModule) -> None:
@@ -69,10 +70,14 @@ def test_torch_knows_that_every_chunk_has_a_row(dim, chunks):
     assert not [n for n in seen for law in known if not statically_known_true(law(n))]
 
 
-@pytest.mark.parametrize(("dim", "seed"), list(product(DIMS, range(3))))
-def test_blocks_that_read_no_size_are_cut_without_a_guard(dim, seed):
+@pytest.mark.parametrize(
+    ("dim", "seed", "count"),
+    [(dim, 0, 3) for dim in DIMS]
+    + [pytest.param(*rest, 4, marks=pytest.mark.long) for rest in product(DIMS, range(3))],
+)
+def test_blocks_that_read_no_size_are_cut_without_a_guard(dim, seed, count):
     draw = random.Random(f"{dim} {seed}")
-    layers = [Rows(ROW_FUNCTIONS[name]) for name in draw.sample(sorted(ROW_FUNCTIONS), 4)] + [Block()]
+    layers = [Rows(ROW_FUNCTIONS[name]) for name in draw.sample(sorted(ROW_FUNCTIONS), count)] + [Block()]
     chunks, model = draw.choice((2, 3, 4)), Model(*draw.sample(layers, len(layers)))
     whole, x = copy.deepcopy(model), marked(dim, chunks)
     call = compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks), finish=compute_values_again)

@@ -71,7 +71,11 @@ class Loop(nn.Module):
         return torch.cat(outs)
 
 
-CASES = (("of all rows", False, 4, 2), ("of each row", True, 5, 3), ("of marked rows", True, 5, 3))
+CASES = (
+    ("of all rows", False, 4, 2),
+    pytest.param("of each row", True, 5, 3, marks=pytest.mark.long),
+    ("of marked rows", True, 5, 3),
+)
 
 
 @pytest.mark.parametrize(("mask", "by_row", "rows", "chunks"), CASES)

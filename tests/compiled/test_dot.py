@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from triton.compiler.errors import CompilationError
 
+from tests.conftest import COMPILED
+from tritoncp import executor
+
 
 @triton.jit
 def product(A, B, C, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, OUT: tl.constexpr, P: tl.constexpr,
@@ -67,6 +70,18 @@ def test_products_are_exact_sums(kind: str, compiled_kernels: Any) -> None:
         assert torch.equal(c.double(), want), (kind, shape)
         used |= set(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", kernel.asm["ptx"]))
     assert kind not in ON_TENSOR_CORES or refused or used >= USED[architecture]
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 64), (128, 128, 128)])
+def test_flops_of_products_are_counted(shape: tuple[int, int, int]) -> None:
+    """This holds also if the instruction does not name its shape, as on sm_100."""
+    m, n, k = shape
+    a, b, c = (torch.ones(size, dtype=torch.bfloat16) for size in ((m, k), (k, n), (m, n)))
+    kernel: Any = product
+    with executor.compiled_kernels(COMPILED, count=True) as device:
+        kernel[(1,)](a, b, c, m, n, k, tl.float32, "ieee", False)
+    counts = device.launches[0].counts
+    assert counts is not None and counts.totals()["flops"] == 2 * m * n * k
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Every kernel of the table of resources and drawn calls, on compiled code: hours."""
+"""Every kernel of the table of resources, and drawn calls, on compiled code. They take hours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.test_fuzz import SAMPLE, cases
 from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.launches import launch_of
 from tritoncp.analysis.resource_table import shipped
-from tritoncp.core.cpu_target import cpu_target
+from tritoncp.core.environment import cpu_target
 
 pytestmark = [
     pytest.mark.nightly,

@@ -58,7 +58,7 @@ def test_calls_without_kernels_do_not_warn_of_triton():
 
 
 @pytest.mark.usefixtures("newer_triton")
-def test_rank_0_alone_warns():
+def test_only_rank_0_warns():
     assert ranks.run(2, lambda group: len(warnings_of(attend))) == [1, 0]
 
 

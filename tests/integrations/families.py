@@ -2,7 +2,7 @@
 
 Builds a small model of every family of transformers that reads tokens, and compares loss and gradients with
 transformers' eager attention: in one process, on two ranks, and on two ranks with packed documents. Each
-family has a process of its own.
+family runs in a separate process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from tests.multiprocess import ranks
-from tritoncp.core.worker_pool import Lost, WorkerPool
+from tritoncp.core.processes import Lost, WorkerPool
 from tritoncp.integrations.transformers import register, shard_batch
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
@@ -50,7 +50,7 @@ MOST_WEIGHTS = 20_000_000
 
 
 def options_of(family: str) -> dict[str, Any]:
-    """Return the values of a config that a family needs besides."""
+    """Return further values of a config that a family needs."""
     options = TABLE["options"].get(family, {})
     return TABLE["options"][options] if isinstance(options, str) else options
 
@@ -178,7 +178,8 @@ def make_batch(packed: bool, family: str) -> dict[str, Tensor]:
 
 
 def train(model: Any, batch: dict[str, Any], labels: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the loss of a model, its own or that of labels of the same tokens, and its gradients."""
+    """Return the loss of a model, the model's loss or the loss of labels of the same tokens, and its
+    gradients."""
     model.zero_grad()
     out = model(**batch)
     return backward(model, out.loss if labels is None else loss_of(out.logits, labels, 2 * LENGTH))
@@ -199,7 +200,7 @@ def train_alone(model: Any, batch: dict[str, Any], labels: Tensor | None) -> dic
 
 
 def loss_of(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
-    """Return the part in the mean loss of ``count`` labels that these have."""
+    """Return the part that these labels have in the mean loss of ``count`` labels."""
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
 
 
@@ -211,8 +212,8 @@ def backward(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def train_on_ranks(group: Any, family: str, head: str, variant: dict[str, Any]) -> list[Any]:
-    """Return the sums over ranks of loss and gradients, of one text a row and of packed documents, and
-    whether the loss is that of the logits; or messages."""
+    """Return the sums over ranks of loss and gradients, for one text per row and for packed documents, and
+    whether the loss equals the loss of the logits; or messages."""
     model = build(family, head, "tritoncp", variant)
     return [
         attempt(partial(sum_over_ranks, group, model, make_batch(packed, family))) for packed in (False, True)
@@ -300,7 +301,7 @@ def check_families(cases: list[tuple[str, str]]) -> Iterator[Row]:
 
 
 def check_in_child(family: str, head: str) -> Row:
-    """Try a family in a process of its own, which may die or take too long."""
+    """Try a family in a separate process, which may die or take too long."""
     with WorkerPool(check_families, 1, timeout=SECONDS, method="fork") as pool:
         ((_, row),) = pool.run([[(family, head)]])
     return Row(family, *(row.why,) * 3) if isinstance(row, Lost) else row
@@ -319,29 +320,67 @@ def cells_of(row: Row) -> list[str]:
     if row.one.startswith(NOT_TRIED):
         ways = ["–"] * 3
     reason = next((one for one in row[1:] if one not in ("yes", "–")), "")
-    return [row.family, *ways, reason]
+    return [row.family, *ways, shorten(reason)]
+
+
+def shorten(reason: str) -> str:
+    """Return the first sentence of a message, without names that differ between families.
+
+    >>> shorten("ValueError: models of MptConfig have no argument position_ids. Run them alone.")
+    'models of this config have no argument position_ids'
+    """
+    text = re.sub(r"\b\w+Config\b", "this config", reason.partition(". ")[0])
+    text = re.sub(r": run \w+( model)? (on whole sequences, )?without shard_batch$", "", text)
+    text = re.sub(r"^(not tried: )?\w+: | \(\w+(, \w+)*\)", "", text)
+    missing = re.search("required positional argument|(have to|must) specify", text)
+    return "the model needs inputs besides tokens" if missing else text
+
+
+WAYS = "**One process: {}. Several ranks: {}. Packed documents: {}.**"
 
 
 def read_table() -> dict[str, list[str]]:
-    """Return the rows of the page, by family."""
-    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
-    return {row[0].strip("`"): [row[0].strip("`"), *row[1:4], row[4] if len(row) > 4 else ""] for row in rows}
+    """Return the cells of each family of the page: its name, three ways, the reason."""
+    cells = {}
+    for line in PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines():
+        if line.startswith("**"):
+            ways = re.findall(r": ([^.]+)\.", line)
+        if line.startswith("- "):
+            families, _, reason = line.partition("`: ")
+            cells |= {name: [name, *ways, reason] for name in re.findall(r"`([\w.-]+)", families)}
+    return cells
 
 
-def write_table(rows: dict[str, list[str]]) -> None:
-    """Write the rows of all families into the page."""
-    heads = ["family", "one process", "several ranks", "packed documents", "reason"]
+def write_table(rows: dict[str, list[str]], named: tuple[str, ...]) -> None:
+    """Write all families into the page, in one list for equal ways and one item for equal reasons.
+
+    named: those that were tried now; none: all. Beside rows of another release of transformers, the page says
+    of which one they are.
+    """
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    table, _, rest = rest.partition(END)
+    release, newer = transformers.__version__, set()
+    if named:
+        release = re.findall(r"^transformers (\S+):", table, re.M)[0]
+        newer.update(re.findall(r"`(\S+)`", "".join(re.findall(r"^Of transformers .*", table, re.M))))
+        newer.update(named if release != transformers.__version__ else ())
     count = [sum(row[i] == "yes" for row in rows.values()) for i in (1, 2, 3)]
     lines = [
-        f"transformers {transformers.__version__}: of {len(rows)} families {count[0]} work on one process, "
-        f"{count[1]} on several ranks, {count[2]} with packed documents on several ranks.",
-        "",
-        *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * 5)),
-        *(f"| `{row[0]}` | {' | '.join(row[1:])} |" for _, row in sorted(rows.items())),
+        f"transformers {release}: of {len(rows)} families {count[0]} work on one process, "
+        f"{count[1]} on several ranks, {count[2]} with packed documents on several ranks."
     ]
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")
+    if newer:
+        names = ", ".join(f"`{name}`" for name in sorted(newer))
+        lines += ["", f"Of transformers {transformers.__version__}: {names}."]
+    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for _, (family, *ways, reason) in sorted(rows.items()):
+        groups.setdefault(tuple(ways), {}).setdefault(reason, []).append(f"`{family}`")
+    order = ["yes", "no", "–"]
+    for ways, reasons in sorted(groups.items(), key=lambda group: [order.index(way) for way in group[0]]):
+        lines += ["", WAYS.format(*ways), ""]
+        for reason, families in sorted(reasons.items(), key=lambda item: -len(item[1])):
+            lines.append(f"- {', '.join(families)}" + f": {reason}" * bool(reason))
+    PAGE.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest}")
 
 
 @click.command()
@@ -356,7 +395,7 @@ def main(families: tuple[str, ...], write: bool) -> None:
         click.echo("\t".join(row))
         rows[family] = cells_of(row)
     if write:
-        write_table({family: rows[family] for family in heads})
+        write_table({family: rows[family] for family in heads}, families)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import transformers
 
 from tests.integrations import families
 from tritoncp.integrations.transformers import shard_batch
 
 HEADS = families.list_families()
-# Of each kind: plain, refused on ranks, positions of three axes, code of its own, recurrent layers.
+# One of each kind: plain, refused on ranks, positions of three axes, custom code, recurrent layers.
 FEW = ("bert", "big_bird", "glm4v_moe", "mobilebert", "qwen3_next", "xlstm")
 # Layers of each kind that have no mask, in one process.
 RECURRENT = ("falcon_h1", "jamba", "lfm2", "mamba2", "minimax", "nemotron_h", "recurrent_gemma", "rwkv")
@@ -16,7 +19,11 @@ OTHERS = [pytest.mark.nightly, pytest.mark.integrations]
 
 
 def test_every_family_has_a_row() -> None:
-    assert families.read_table().keys() == HEADS.keys()
+    rows = families.read_table().keys()
+    assert HEADS.keys() <= rows
+    releases = re.findall(r"^(?:Of )?transformers (\d\S*):", families.PAGE.read_text(), re.M)
+    if transformers.__version__ == releases[-1]:  # an earlier one has fewer
+        assert rows == HEADS.keys()
 
 
 @pytest.mark.usefixtures("cpu_engine")

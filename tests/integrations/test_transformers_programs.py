@@ -33,3 +33,12 @@ def test_a_program_of_the_page_runs_as_printed(index: int, tmp_path: Path) -> No
         assert len({line.split("loss ")[1] for line in lines if line.startswith("rank ")}) == 1, lines
     else:
         assert any("loss" in line for line in lines), lines
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize("index", [3, 4])
+def test_a_loop_of_another_library_has_the_weights_of_one_process(index: int, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS[index])
+    printed = ranks.run_torchrun(4, tmp_path / "program.py", tmp_path)
+    differences = re.findall(r"rank \d: weights differ by (\S+)", printed)
+    assert len(differences) == 4 and all(float(one) < 1e-6 for one in differences), printed

@@ -155,6 +155,6 @@ def test_a_raw_mask_and_a_ring_that_auto_chose_fetch_keys() -> None:
 
 @pytest.mark.usefixtures("cpu_engine")
 def test_the_cpu_engine_is_refused() -> None:
-    """tests/api/mistakes.toml has the options that kernels refuse."""
+    """tests/call/mistakes.toml has the options that kernels refuse."""
     with pytest.raises(ValueError, match="invariant=True on the CPU engine"):
         attend(inputs(), mask_of("causal"))

@@ -10,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritoncp
-from tritoncp.api.attention import Options, make_call
+from tritoncp.call.prepare import prepare
+from tritoncp.call.read import Arguments
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import TileRequest, check_options, choose
@@ -60,7 +61,7 @@ def call_on_gpu(**options) -> str:
     with FAKE:
         x = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda")
     plan = tritoncp.make_plan(tritoncp.full_mask(128, 128))
-    return refusal(lambda: make_call(x, plan, None, None, Options(kernel_options=options)))
+    return refusal(lambda: prepare(Arguments(x, x, x, kernel_options=options), plan))
 
 
 def tiles(kind: str, arch: str, options: dict) -> Config:
@@ -96,7 +97,7 @@ def test_options_of_the_cpu_engine_need_no_triton(monkeypatch):
 
 def test_a_compiled_call_is_refused_in_its_forward_pass(pretend, monkeypatch):
     pretend("sm_90", "3.7.0")
-    monkeypatch.setattr("tritoncp.ops.engine_factory.architecture", lambda device: "sm_90")
+    monkeypatch.setattr("tritoncp.call.engine_factory.architecture", lambda device: "sm_90")
     call = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=True)
     x = torch.randn(1, 1, 16, 16)
     with pytest.raises(ValueError, match="FUSED_BACKWARD=True: Triton"):
@@ -125,7 +126,7 @@ def test_the_variable_allows_only_the_fused_kernel(pretend, monkeypatch):
 
 @pytest.mark.parametrize(("arch", "version"), PAIRS)
 def test_no_tiles_of_a_launch_have_flip_where_it_is_compiled_wrong(arch, version, pretend, monkeypatch):
-    """Tiles of the rule, measured tiles and those of options, also after calls under another Triton."""
+    """For default tiles, measured tiles and tiles of options, also after calls under another Triton."""
     pretend(arch, "3.7.1")
     for kind in BACKWARD:
         tiles(kind, arch, flipped(kind))

@@ -38,7 +38,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_mask_mod_that_cannot_run_on_pairs_is_refused_at_its_line_with_the_remedy(use) -> None:
-    """Also each of tests/api/mistakes.toml, where there is no line."""
+    """Also each of tests/call/mistakes.toml, where there is no line."""
 
     def mod(b, h, q, kv):
         return q >= 0 if q >= kv else q < 0

@@ -62,7 +62,7 @@ def test_every_rank_makes_the_same_choice(name: str) -> None:
     assert [p.rank for p in plans] == list(range(5))
 
 
-def test_several_masks_share_the_order_of_least_total_time() -> None:
+def test_several_masks_share_the_order_with_the_shortest_total_time() -> None:
     masks = {name: MASKS[name]() for name in ("long causal", "long window", "long documents")}
     plans = make_plan(masks, world_size=8, rank=3, balancer="auto")
     total = sum(map(seconds, plans.values()))

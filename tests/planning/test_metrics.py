@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from tests.draws import by_turns
 from tests.report.sent_bytes import sent_bytes
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.distributed.collectives import Collective
@@ -45,12 +46,13 @@ def masks() -> dict[str, Mask]:
 MASKS = masks()
 
 
-@pytest.mark.parametrize("balancer", ["ptrr", "contiguous"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("mask_and_schedule", "balancer"), by_turns(product(MASKS, SCHEDULES), ("ptrr", "contiguous"))
+)
 def test_predicted_bytes_are_those_of_the_messages(
-    name: str, schedule: str, balancer: str, monkeypatch: pytest.MonkeyPatch
+    mask_and_schedule: tuple[str, str], balancer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, schedule = mask_and_schedule
     monkeypatch.setattr(dry_run, "differing_turns", tuple)  # all turns
     for world_size, shape in product((1, 4, 6), SHAPES.values()):
         plan = make_plan(MASKS[name], world_size=world_size, rank=0, balancer=balancer, schedule=schedule)
@@ -72,7 +74,7 @@ def test_all_schedules_have_the_same_figures_on_one_rank(latent: int) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("name", "balancer"), [("window", "head_tail"), ("documents", "ptrr")])
-def test_the_figures_are_those_of_the_rank_that_has_the_most(name: str, balancer: str, schedule: str) -> None:
+def test_the_figures_are_max_values_over_ranks(name: str, balancer: str, schedule: str) -> None:
     plan = make_plan(MASKS[name], world_size=4, rank=2, balancer=balancer, schedule=schedule)
     assert plan.q.batch == MASKS[name].B  # documents have an order of tokens for each batch row
     shape = replace(SHAPES["one KV head"], batch=2)

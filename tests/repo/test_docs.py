@@ -31,7 +31,7 @@ from torch._inductor import config as inductor_config
 import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import cli
-from tritoncp.core.process_environment import use_loopback_interface
+from tritoncp.core.processes import use_loopback_interface
 from tritoncp.kernels import options
 from tritoncp.reference.dense import dense_attention
 
@@ -43,6 +43,7 @@ gallery, tables = map(importlib.import_module, ("gallery", "tables"))
 ELSEWHERE = {
     "compiled_kernels.md",
     "transformers.md",
+    "trl.md",
 }  # tests/compiled and tests/integrations run their programs
 PAGES = ["../README.md", *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))]
 PICTURES = {
@@ -217,7 +218,7 @@ def test_a_program_trains_on_two_ranks_as_on_one(name: str, tmp_path: Path) -> N
 def test_a_batch_that_one_rank_refuses_is_skipped_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The losses are those of one rank that trains without that batch."""
+    """The losses equal one rank that trains without that batch."""
     name, path, losses = (
         "skip_bad_batches",
         tmp_path / "program.py",

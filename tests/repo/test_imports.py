@@ -42,15 +42,27 @@ OUTSIDE = {  # packages that a layer may import, besides the standard library
     "reference": {"torch"},
     "executor": {"torch", "triton", "numpy", "networkx"},
     "cpu": {"torch"},
-    "ops": {"torch", "filelock", "platformdirs", "rich"},
+    "selection": {"torch", "triton"},
+    "measured_tiles": {"torch", "filelock", "platformdirs"},
+    "graph": {"torch"},
+    "call": {"torch"},
     "api": {"torch", "rich"},
     "chunking": {"torch", "sympy"},
     "command_base": {"click", "rich"},
     "perf": {"torch", "triton", "click", "rich", "bokeh", "jinja2", "numpy", "scipy"},
     "edge": {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops", "transformers",
-             "torchtitan"},
+             "torchtitan", "accelerate", "trl"},
 }  # fmt: skip
-KNOW_RANKS = {"distributed", "ops", "api", "chunking", "perf", "edge"}  # these may import torch.distributed
+KNOW_RANKS = {
+    "distributed",
+    "measured_tiles",
+    "graph",
+    "call",
+    "api",
+    "chunking",
+    "perf",
+    "edge",
+}  # these may import torch.distributed
 
 
 def modules() -> dict[str, Path]:
@@ -189,7 +201,7 @@ def test_modules_load_only_the_packages_that_they_need(modules, never):
 
 
 PLANS = """
-import torch
+import torch, torch.nn.attention.flex_attention  # which loads sympy since torch 2.15
 at_import = set(sys.modules)
 import tritoncp
 ids = torch.arange(1024) // 100
@@ -257,7 +269,7 @@ def test_public_names_resolve_and_type_checkers_see_the_same():
     assert "__getattr__" not in {node.name for node in body if isinstance(node, ast.FunctionDef)}
     assert {name for name, is_of_torch in typed if not is_of_torch} == set(tritoncp.__all__)
     assert set(tritoncp.__all__) <= set(dir(tritoncp))
-    for name, is_of_torch in typed:  # torch's are for import lines of which tritoncp takes the place
+    for name, is_of_torch in typed:  # torch's names are for import lines that name tritoncp instead of torch
         value = getattr(tritoncp, name)
         assert value is not None and (not is_of_torch or value is getattr(flex_attention, name))
     assert {name for name, _ in typed} >= set(
@@ -273,12 +285,25 @@ def test_an_unknown_name_lists_the_available_ones():
 def test_another_library_is_imported_by_its_adapter_alone():
     for module, path in modules().items():
         names = imports(module, path)
-        for library in ("accelerate", "torchtitan", "transformers"):
+        for library in ("accelerate", "torchtitan", "transformers", "trl"):
+            adapters = [f"integrations.{library}"]
+            if library in ("accelerate", "transformers"):  # whose classes TRL's trainers are made of
+                adapters.append("integrations.trl")
             if any(reaches(name, {library}) for name in names):
-                assert module.startswith(f"integrations.{library}"), f"tritoncp.{module} imports {library}"
+                assert module.startswith(tuple(adapters)), f"tritoncp.{module} imports {library}"
 
 
-PATH_OF_A_CALL = ("api", "ops", "distributed", "planning", "masks", "core", "chunking", "integrations")
+PATH_OF_A_CALL = (
+    "api",
+    "call",
+    "graph",
+    "distributed",
+    "planning",
+    "masks",
+    "core",
+    "chunking",
+    "integrations",
+)
 INTERFACES = {"forward", "backward"}  # of each schedule, and of the pass that runs it
 PUBLIC = {"create_block_mask", "flex_attention"}  # names that users import from two modules
 

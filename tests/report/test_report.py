@@ -1,4 +1,4 @@
-"""Plans as text, JSON and pictures, and `tritoncp plan`: each shows the plan's own figures."""
+"""Plans as text, JSON and pictures, and `tritoncp plan`: each shows the figures of the plan."""
 
 import html
 import json
@@ -52,7 +52,13 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("documents", "one rank", "one block")))
+        for name in PLANS
+    ],
+)
 def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path) -> None:
     plan: Plan = PLANS[name]
     figure = plan.plot(tmp_path / "new" / "folder" / "plan.png")
@@ -170,7 +176,7 @@ MEANING = [
 ]
 
 
-def test_the_text_of_a_small_plan_is_this(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_of_a_small_plan_has_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     mod = and_masks(causal(), document(lengths=[256, 768]))
     mask = create_block_mask(mod, 1, 1, 1024, 1024)
     plan = replace(build(mask, 3, 2, balancer="contiguous", schedule="ring"), reason="why")
@@ -245,7 +251,7 @@ def test_plans_up_to_a_size_are_made() -> None:
                 check_size(*sizes[:place], size + 1, *sizes[place + 1 :])
 
 
-def test_json_has_the_plans_own_figures() -> None:
+def test_json_has_the_figures_of_the_plan() -> None:
     words = (
         "--mask=causal  & window(1K)",
         "--seq-len=64K",

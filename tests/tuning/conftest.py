@@ -5,7 +5,7 @@ import torch
 
 from tests.tuning.stand_ins import Formula
 from tritoncp.analysis.compile_pool import Compilers
-from tritoncp.ops import tile_tables
+from tritoncp.measured_tiles import tile_tables
 from tritoncp.tuning import command, search
 
 

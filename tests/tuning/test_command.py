@@ -10,7 +10,7 @@ import torch
 
 from tests.tuning.stand_ins import invoke
 from tritoncp.analysis.compile_pool import Compilers
-from tritoncp.ops import tile_tables
+from tritoncp.measured_tiles import tile_tables
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning import search
 from tritoncp.tuning.targets import Target, candidates

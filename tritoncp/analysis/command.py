@@ -65,11 +65,11 @@ def inspect(
     backward: bool,
     against: str | None,
 ) -> None:
-    """Compile every shipped kernel for GPUs that need not be here, and show the figures of the compiler.
+    """Compile every shipped kernel for any GPU, present or not, and show the compiler's figures.
 
-    With the tiles of the rule, and with the shipped tiles, which were measured: registers, spills, shared
-    memory, matrix unit, TMA. Each option that picks may be given several times. Exits with 1 if a kernel does
-    not compile, or --check finds one worse than the table that is shipped.
+    Shows registers, spills, shared memory, matrix unit and TMA, for the default tiles and for the measured
+    tiles that are shipped. Options that select kernels may be given several times. Exits with 1 if a kernel
+    does not compile, or if --check finds a kernel worse than in the shipped table.
 
     --executed runs the kernels of a call on the CPU, instruction by instruction, compares the results with
     float64, and counts for each query row and head: instructions of warps, FLOPs of tensor cores, special

@@ -19,9 +19,9 @@ from typing import Any
 
 from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.launches import launch_of
+from tritoncp.call.engine_factory import name_functions
 from tritoncp.core.environment import OFFLINE_LOG
-from tritoncp.core.worker_pool import Lost, WorkerPool
-from tritoncp.ops.engine_factory import name_functions
+from tritoncp.core.processes import Lost, WorkerPool
 
 MATRIX = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|DMMA|v_mfma)")  # matrix product instructions
 
@@ -29,7 +29,7 @@ MATRIX = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|DMMA|v_mfma)")  # matrix product i
 class Compilers(WorkerPool):
     """Pool of compiler processes, which are reused, since they take seconds to start.
 
-    processes: their number; default: one for each core
+    processes: number of processes; default: one for each core
     timeout:   seconds for one job
     """
 
@@ -58,7 +58,7 @@ def report_jobs(jobs: Iterable[Job]) -> Iterator[dict[str, Any]]:
     for job in jobs:
         try:
             yield report_kernel(job)
-        except Exception as error:  # any compiler error is a result: other jobs continue
+        except Exception as error:  # any compiler error is a result, and other jobs continue
             yield {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}
 
 
@@ -83,8 +83,8 @@ def report_kernel(job: Job) -> dict[str, Any]:
     """Compile a job and return its resources as JSON values.
 
     registers, spill_bytes: per thread (kernels have no arrays, so all thread-local memory is spilled
-        registers); shared_bytes: per CTA; tensor_columns: of sm_100's tensor memory; matrix: instruction of
-        matrix products, "" for none; tma: number of bulk tensor copies
+        registers); shared_bytes: per CTA; tensor_columns: columns of sm_100's tensor memory; matrix:
+        instruction of matrix products, "" for none; tma: number of bulk tensor copies
     """
     launch = launch_of(job)
     if job.config and job.config.USE_TMA > launch.config.USE_TMA:

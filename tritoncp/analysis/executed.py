@@ -28,11 +28,11 @@ from tritoncp.perf.suite.baselines import inputs
 from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
-# Counts of one pass, summed over its kernels, per query row and head: who, "tritoncp", "torch" (its default
-# tile) or "torch autotuned" (another candidate); tiles of each kernel; error, the largest of a result against
-# float64, relative to its largest element; warp instructions without moves; flops of tensor cores; special
-# functions, as exponentials and divisions; wavefronts of shared memory; sectors of global memory; registers
-# and spill_bytes of a thread, by ptxas.
+# Counts of one pass, summed over its kernels, per query row and head. who: "tritoncp", "torch" (default tile)
+# or "torch autotuned" (another candidate); tiles: tiles of each kernel; error: max error of a result against
+# float64, relative to its max element; warp instructions without moves; flops of tensor cores; special
+# functions, such as exponentials and divisions; wavefronts of shared memory; sectors of global memory;
+# registers and spill_bytes of a thread, by ptxas.
 Row = dict[str, Any]
 COUNTS = ("instructions", "flops", "special", "wavefronts", "sectors")
 PASSES = {"forward": ("forward",), "backward": ("dq", "dkdv")}  # kernels whose counts are added
@@ -60,7 +60,7 @@ def draw_call(problem: Problem) -> ExecutedCall:
     return ExecutedCall(problem, tensors, out.detach(), lse.detach(), grads)
 
 
-def count_own(call: ExecutedCall, arch: str, which: str) -> Row:
+def count_tritoncp(call: ExecutedCall, arch: str, which: str) -> Row:
     """Execute tritoncp's kernels of a pass, "forward" or "backward", and return their counts."""
     tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors)
     kernels = ("forward",) if which == "forward" else ("delta", "dq", "dkdv")
@@ -101,10 +101,10 @@ def count_calls(
     console, printed = make_console(), []
     for problem in problems:
         if against:
-            torch_templates.mask_of(problem)  # raises for a mask that the templates lack
+            torch_templates.mask_of(problem)  # raises for a mask that the templates do not have
         call = draw_call(problem)
         for arch in archs:
-            rows = [count_own(call, arch, which)]
+            rows = [count_tritoncp(call, arch, which)]
             for job in candidates(which, arch, problem) if against else ():
                 if job.default or against == "autotuned":
                     row = count_torch(call, job)
@@ -130,11 +130,12 @@ def _execute(run: Callable[[], Any], arch: str, problem: Problem, skip: str = ""
     from triton import knobs
 
     from tritoncp.executor import compiled_kernels
+    from tritoncp.executor.driver import find_file
 
     cubins: dict[str, Path] = {}
 
     def remember(module: Any, function: Any, name: str, group: dict[str, str], key: str) -> None:
-        cubins[name] = Path(group[f"{name}.cubin"])
+        cubins[name] = Path(find_file(group, ".cubin"))
 
     with compiled_kernels(arch, count=True, check=False) as device:
         knobs.runtime.kernel_load_start_hook.add(remember)
@@ -172,18 +173,18 @@ def template_tensors(call: ExecutedCall, template: str) -> dict[str, Tensor]:
         tensors |= {"LSE": (call.lse * LOG2E).float(), "DELTA": delta}
     else:
         tensors |= {"OUT": torch.zeros_like(dout), "LSE": torch.empty(q.shape[:3])}
-    if torch_templates.has_documents(problem):  # a document's index is that of its first key
+    if torch_templates.has_documents(problem):  # a document's number is the index of its first key
         mod: Any = problem.closed_form()
         at = torch.arange(problem.seq)
         tensors["DOCUMENT"] = mod(0, 0, at[:, None], at[None]).int().argmax(1).int()
     if problem.score == "alibi":
-        score: Any = problem.score_mod(torch.device("cpu"))  # its value at distance 1 is the slope
+        score: Any = problem.score_mod(torch.device("cpu"))  # the value at distance 1 is the slope
         tensors["SLOPES"] = score(torch.tensor(0.0), 0, torch.arange(problem.heads), 0, 1).float()
     return tensors
 
 
 def _block_lists(call: ExecutedCall) -> dict[str, Tensor]:
-    """Return the block lists of torch's BlockMask; for block_mask=None one block with all pairs."""
+    """Return the block lists of torch's BlockMask; for block_mask=None one block that shows all pairs."""
     problem, mod = call.problem, call.problem.closed_form()
     if mod is None:
         blocks = flex_attention._create_empty_block_mask(*call.tensors[:2])
@@ -201,7 +202,7 @@ def _block_lists(call: ExecutedCall) -> dict[str, Tensor]:
 
 
 def show(rows: Sequence[Row], title: str, console: Any) -> None:
-    """Print rows as a table: counts per query row and head, and in brackets tritoncp's divided by the
+    """Print rows as a table: counts per query row and head, and in brackets tritoncp's count divided by the
     row's."""
     own, lines = rows[0], []
     for row in rows:

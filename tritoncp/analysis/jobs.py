@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.expressions import brief
-from tritoncp.ops.tile_tables import kernel_and_tiles
+from tritoncp.measured_tiles.tile_tables import kernel_and_tiles
 from tritoncp.planning.problem import Problem
 
 S, HEADS, KV_HEADS = 1024, 8, 2
@@ -38,11 +38,11 @@ VARIANTS = {
     "mask_mod": Variant(replace(_GATHERED, mask="dilated")),
     "pointers": Variant(_GATHERED, load=True, store=True, options=(("USE_TMA", False),)),
     "few": Variant(replace(_DOCUMENTS, queries=16), load=True, options=_SPLIT),  # a tile of 4 heads
-    "short": Variant(replace(_DOCUMENTS, queries=64), load=True, options=_SPLIT),  # two such tiles
+    "short": Variant(replace(_DOCUMENTS, queries=64), load=True, options=_SPLIT),  # two tiles of 4 heads
     "decode": Variant(replace(_CAUSAL, queries=1), options=_SPLIT),
     # all sizes are 1 where possible: Triton specialises on 1
     "single": Variant(replace(_FULL, mask="neighbours", seq=1)),
-    "pair": Variant(replace(_CAUSAL, seq=1)),  # likewise, without a window
+    "pair": Variant(replace(_CAUSAL, seq=1)),  # sizes of 1, without a window
 }
 VARIANT_OF_KIND = {kind: kind for kind in ("full", "causal", "window")} | {
     "interval": "documents",
@@ -56,7 +56,7 @@ TARGETS = (
     *("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
     *("gfx90a", "gfx942", "gfx950"),
 )
-MAX_ELEMENTS = 1 << 34  # most elements of a shape's queries
+MAX_ELEMENTS = 1 << 34  # max elements of a shape's queries
 
 
 def parse_shape(shape: str) -> Problem:
@@ -92,7 +92,7 @@ class Job:
     kernel: one of KERNELS; "fused": dK/dV with dQ in one kernel; "few": forward with tiles for few query rows
         (variant "few" or "decode"); "combine": the launch after "few" if keys are split over several CTAs;
         "gluon": the Gluon route
-    variant: key of VARIANTS, for state and options of the launch; "": the launch of a call on one device
+    variant: key of VARIANTS, for the state and options of the launch; "": the launch of a call on one device
     config: the tiles; None: the built-in default
     source: origin of a config other than the default
     """
@@ -114,7 +114,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The job as text, unique among those of the table of resources.
+        """The job as text, unique in the table of resources.
 
         >>> step_job("dq", "sm_90", 128).name
         'dq sm_90 128 bfloat16 state'

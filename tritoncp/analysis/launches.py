@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.analysis.jobs import VARIANTS, Job, Variant, kernel_of
+from tritoncp.call import call_mods, engine_factory
 from tritoncp.core.upload import upload
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
@@ -22,7 +23,6 @@ from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.mods import Mod, mask_mod
 from tritoncp.mods.mod import arguments, gradient_arguments
-from tritoncp.ops import call_mods, engine_factory
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import lengthen, take
 from tritoncp.planning.problem import Problem
@@ -33,7 +33,8 @@ class CallTensors:
     """The tensors of a problem's call on one device, or of a step of a schedule, and its launches.
 
     tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
-    variant: the kind of launch in a schedule, whose gradients are sums in float32; None: that of a call
+    variant: the kind of launch in a schedule; None: the launch of a call. A step with a state adds to float32
+        gradients, a call writes gradients of the inputs' dtype
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class CallTensors:
         self._lse, self._delta, *stats = torch.empty(4, *self.q.shape[:3], device=device).unbind()
         has_state = self._variant.load or self._variant.store
         self._state = State(torch.empty_like(self.dout, dtype=torch.float32), *stats) if has_state else None
-        sums = torch.float32 if variant else problem.torch_dtype
+        sums = torch.float32 if has_state else problem.torch_dtype
         self._dq = torch.empty_like(self.q)
         self._dk, self._dv = (torch.empty_like(x, dtype=sums) for x in (self.k, self.v))
-        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # of the fused kernel, and of steps
+        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # for the fused kernel and for steps
 
     def results(self, kernel: str) -> dict[str, Tensor]:
         """Return the tensors that a kernel writes, by name."""
@@ -78,8 +79,8 @@ class CallTensors:
     def launch(
         self, kernel: str, config: Config | None, arch: str | None = None
     ) -> Launch | Launches | Callable[[], None]:
-        """Prepare a launch of a kernel. config: its tiles, None: the default; arch: of an absent GPU. Raises
-        ValueError if a route is not possible."""
+        """Prepare a launch of a kernel. config: its tiles, None: the default; arch: architecture of an absent
+        GPU. Raises ValueError if a route is not possible."""
         kernel, config = kernel_of(kernel, config)
         engine = self._engine(kernel, config, arch)
         q, k, v, tables, variant = self.q, self.k, self.v, self._tables, self._variant
@@ -99,7 +100,7 @@ class CallTensors:
         dq = self._dq_sum if kernel == "fused" else None
         return engine.dkdv(step, self._dk, self._dv, dq, add=variant.load)
 
-    def in_steps(self, kernel: str, config: Config | None) -> Tensor:
+    def run_two_steps(self, kernel: str, config: Config | None) -> Tensor:
         """Compute out in two steps, the second from the state of the first, as in a ring of two ranks."""
         engine = self._engine(*kernel_of(kernel, config), None)
         plan = build(self._mask, 2, schedule="ring")

@@ -16,7 +16,7 @@ from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
 from tritoncp.command_base import make_console
 from tritoncp.kernels.tile_rules import Config, copies, family, fuses, widest_route
-from tritoncp.ops import tile_tables
+from tritoncp.measured_tiles import tile_tables
 from tritoncp.perf.progress import Progress
 
 Row = dict[str, Any]
@@ -29,7 +29,7 @@ KIB = 1 << 10
 SHARED_BYTES = {
     **{"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB},
     "gfx942": 64 * KIB,
-}  # most shared memory of a CTA, by family
+}  # max bytes of shared memory of a CTA, by family
 TENSOR_COLUMNS = 512  # columns of sm_100's tensor memory
 SHOWN = ("kernel", "D", "dtype", "mask", "tiles", "regs", "spill", "shared", "matrix", "TMA")  # headings
 
@@ -37,7 +37,7 @@ SHOWN = ("kernel", "D", "dtype", "mask", "tiles", "regs", "spill", "shared", "ma
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     """List jobs for the shipped kernels of these architectures: bfloat16 with every kind of mask and for few
     query rows, also without descriptors where these are the default, and fused where tiles exist; head dims
-    that are split in two, float16 and float32 with the kind of mask that needs the most registers.
+    that are split in two, float16 and float32 with the kind of mask that needs the max number of registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
     (110, 377)
@@ -117,7 +117,7 @@ def read_table(path: Path = TABLE) -> dict[str, Row]:
 
 def origin() -> dict[str, str]:
     """Return the origin of a whole table: Triton's version, and a hash of the kernels and rules of tiles
-    without comments and docstrings."""
+    without comments and docstrings. Every Python gives the same hash."""
     import triton
 
     parts = []
@@ -125,17 +125,18 @@ def origin() -> dict[str, str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and (_is_kernel(node) or path.name == "tile_rules.py"):
                 body = node.body[ast.get_docstring(node) is not None :]
-                parts.append(ast.dump(ast.Module([node.args, *body], [])))  # type: ignore[list-item]
+                parts.append(ast.unparse(ast.Module([node.args, *body], [])))  # type: ignore[list-item]
     return {"triton": triton.__version__, "kernels": hashlib.sha256(repr(parts).encode()).hexdigest()[:10]}
 
 
 def _is_kernel(function: ast.FunctionDef) -> bool:
-    return any(ast.unparse(decorator).endswith("jit") for decorator in function.decorator_list)
+    decorators = map(ast.unparse, function.decorator_list)
+    return any(decorator.endswith(("jit", "constexpr_function")) for decorator in decorators)
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
-    """Write rows into the table, one per line, replacing those of the same jobs; rows of kernels that are no
-    longer shipped are dropped. The origin is written with a whole table."""
+    """Write rows into the table, one per line. They replace rows of the same jobs, and rows of kernels that
+    are not shipped any more are dropped. The origin is written with a whole table."""
     old = read_table(path) if path.exists() else {}
     new = {row["name"]: row for row in rows}
     names = [job.name for job in [*shipped(), *measured()]]

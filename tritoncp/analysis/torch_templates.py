@@ -1,9 +1,9 @@
-"""Kernels from torch's flex attention templates: the source that torch would generate, and its candidate
-tiles, of the installed torch.
-"""
+"""Kernels from the installed torch's flex attention templates: the source that torch would generate, and its
+candidate tiles."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tritoncp.planning.problem import Problem, window_of
 
-CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0)}
+CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0)}
 TEMPLATES = {
     "forward": ("flex_attention", "utilities", "common"),
     "backward": ("flex_backwards", "utilities"),
 }
-# Attributes of torch's configs that are, in upper case, constants of the templates.
+# Attributes of torch's configs; in upper case they are constants of the templates.
 BLOCKS = {
     "forward": ("block_m", "block_n"),
     "backward": ("block_m1", "block_n1", "block_m2", "block_n2"),
@@ -37,7 +37,7 @@ class TemplateJob:
     """One of torch's kernels, for bfloat16, with its tiles.
 
     template: "forward" or "backward"
-    default:  whether these are torch's tiles without autotuning
+    default:  whether torch uses these tiles without autotuning
     blocks:   values of BLOCKS
     """
 
@@ -88,7 +88,7 @@ def mask_of(problem: Problem) -> str:
 
 
 def has_documents(problem: Problem) -> bool:
-    """Return whether the mask is a named one of causal documents."""
+    """Return whether the mask is a named mask of causal documents."""
     return problem.mask.endswith(("document", "documents"))
 
 
@@ -111,11 +111,14 @@ def candidates(template: str, arch: str, problem: Problem) -> Iterator[TemplateJ
     listing = (
         heuristic.get_flex_attn_fwd_configs if template == "forward" else heuristic.get_flex_attn_bwd_configs
     )
+    call: dict[str, Any] = {"head_dim": problem.dim, "dtype": torch.bfloat16}
+    if "seq_len" in inspect.signature(listing).parameters:  # since torch 2.14, forward
+        call["seq_len"] = problem.rows
     with mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITIES[arch]):
         with config.patch(max_autotune=False):
-            (default,) = listing(problem.dim, torch.bfloat16)
+            (default,) = listing(**call)
         with config.patch(max_autotune=True, max_autotune_flex_search_space="DEFAULT"):
-            tuned = listing(problem.dim, torch.bfloat16)
+            tuned = listing(**call)
     for choice in [default, *(choice for choice in tuned if choice != default)]:
         blocks = tuple(getattr(choice, field) for field in BLOCKS[template])
         sizes = blocks, choice.num_warps, choice.num_stages
@@ -124,7 +127,7 @@ def candidates(template: str, arch: str, problem: Problem) -> Iterator[TemplateJ
 
 def write_source(job: TemplateJob, tensors: Mapping[str, Tensor]) -> str:
     """Return the Python source of a job's kernel, ``flex``, as torch would generate it. Its arguments are the
-    tensors, in their order, of which OUT is the template's own output."""
+    tensors in their order; OUT is the output of the template."""
     from torch._inductor.codegen.common import KernelTemplate
     from torch._inductor.kernel.flex.common import load_flex_template
 

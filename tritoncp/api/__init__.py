@@ -1,5 +1,5 @@
 """The public functions: attention, plans, shards, simulated worlds, packed sequences; with their argument
-checks, the plan cache, and their forms in torch.compile's graphs.
+checks.
 
-May import: every package below: ops, distributed, reference, planning, masks, mods, core, kernels.
+May import: every package below: call, graph, distributed, reference, planning, masks, mods, core, kernels.
 """

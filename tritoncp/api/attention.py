@@ -1,41 +1,32 @@
-"""The public `flex_attention`: sorts and checks arguments, finds the plan, runs the forward pass."""
+"""The public `flex_attention`, and the path of one call: read, check, find the plan, prepare, attend."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FunctionType
-from typing import Any, Literal, NamedTuple, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from tritoncp.api import dynamo, plan_cache, validate
-from tritoncp.api.group_call import group_call, place_in_group, stop_traced_call
+from tritoncp.api.group_call import group_call, stop_traced_call
 from tritoncp.api.plans import MaskLike
-from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.call import traced
+from tritoncp.call.autograd import attend
+from tritoncp.call.plan_cache import find_plan
+from tritoncp.call.prepare import prepare
+from tritoncp.call.read import Arguments, sort_arguments
+from tritoncp.call.validate import check_call, check_mesh
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.host_copy import is_dtensor
-from tritoncp.distributed import groups
-from tritoncp.distributed.groups import Mesh
-from tritoncp.kernels.options import check_options
-from tritoncp.kernels.tile_rules import architecture
-from tritoncp.masks.mask import Mask
-from tritoncp.masks.mask_mod import MaskMod
-from tritoncp.masks.traced_mask import TracedMask, plain_mask
-from tritoncp.ops import autograd, call_mods, dispatch
-from tritoncp.ops.call import Call
-from tritoncp.ops.executable import MAX_CHECKED_CALLS
-from tritoncp.ops.facts import with_facts
-from tritoncp.ops.graph.layouts import Uncapturable
-from tritoncp.ops.sinks import with_sinks
-from tritoncp.planning.plan import Plan
+from tritoncp.distributed.groups import Mesh, place_in_group
+from tritoncp.graph import dispatch
+from tritoncp.graph.layouts import Uncapturable
+from tritoncp.selection.selection import Selection
 
-ScoreMod = Callable[..., Tensor] | MaskLike | None  # a mask may be in its place
-MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
+ScoreMod = Callable[..., Tensor] | MaskLike | None  # or a mask, as the fourth argument
 
 
 class KeywordOptions(TypedDict, total=False):
@@ -46,59 +37,6 @@ class KeywordOptions(TypedDict, total=False):
     kernel_options: dict[str, Any] | None
 
 
-class Options(NamedTuple):
-    """The arguments of one call besides query, key, value, score_mod, mask and mesh, as they were passed."""
-
-    scale: float | None = None
-    enable_gqa: bool = False
-    return_lse: bool = False
-    kernel_options: dict[str, Any] | None = None
-    return_aux: AuxRequest | None = None
-    positions: Tensor | None = None
-    sinks: Tensor | None = None
-    batch_offset: int | None = None
-    expand: Any = None
-
-    @property
-    def returns(self) -> tuple[str, ...]:
-        """Names of the requested results besides out."""
-        aux, sinks = self.return_aux, ("sinks",) * (self.sinks is not None)
-        if aux is None:
-            return ("lse", *sinks) if self.return_lse else sinks
-        return ("lse",) * (self.return_lse or aux.lse) + ("max_scores",) * aux.max_scores + sinks
-
-    def scale_for(self, query: Tensor) -> float:
-        """Return the scale of scores: the argument, or 1/sqrt(head dim) as in torch."""
-        if self.scale is None:
-            return 1 / math.sqrt(query.shape[3])
-        validate.check_scale(self.scale)
-        return float(self.scale)
-
-    def with_expansion(self, query: Tensor, key: Tensor, value: Any) -> tuple[Options, Tensor]:
-        """Return (options with the checked record of ``expand``, value); without ``expand``, both unchanged.
-        The value of a latent has zero channels."""
-        if self.expand is None:
-            return self, value
-        expansion = validate.expansion_of(query, key, value, self.expand, self.enable_gqa)
-        return self._replace(expand=expansion), key.detach()[..., :0]
-
-    def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Check the arguments that can be checked without a plan."""
-        validate.check_aux(self.return_lse, self.return_aux)
-        if self.expand is None:
-            validate.check_tensors(query, key, value, self.enable_gqa)
-        validate.check_sinks(query, self.sinks)
-
-    def results(self, outs: Sequence[Tensor]) -> Any:
-        """Return the requested results, sinks included: out, (out, lse) or (out, AuxOutput)."""
-        out, lse, *tops = outs
-        if self.sinks is not None:
-            out, lse = with_sinks(out, lse, self.sinks, bool((self.kernel_options or {}).get("invariant")))
-        if (aux := self.return_aux) is not None:
-            return out, AuxOutput(lse=lse if aux.lse else None, max_scores=tops[0] if tops else None)
-        return (out, lse) if self.return_lse else out
-
-
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
@@ -106,6 +44,7 @@ def flex_attention(
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ...,
     mesh: Mesh = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    selected: Selection | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
@@ -114,6 +53,7 @@ def flex_attention(
     return_lse: Literal[True], kernel_options: dict[str, Any] | None = ..., return_aux: None = ...,
     mesh: Mesh = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    selected: Selection | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
@@ -122,6 +62,7 @@ def flex_attention(
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest,
     mesh: Mesh = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    selected: Selection | None = ...,
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def flex_attention(
@@ -130,6 +71,7 @@ def flex_attention(
     return_lse: bool = ..., kernel_options: dict[str, Any] | None = ..., *,
     return_aux: AuxRequest | None = ..., mesh: Mesh = ..., positions: Tensor | None = ...,
     sinks: Tensor | None = ..., batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    selected: Selection | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @graph_entry
 @group_call
@@ -150,6 +92,7 @@ def flex_attention(
     sinks: Tensor | None = None,
     batch_offset: int | None = None,
     expand: Sequence[Any] | None = None,
+    selected: Selection | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Flex attention over a sequence that is sharded over ``mesh``; on one device without a mesh.
 
@@ -164,7 +107,7 @@ def flex_attention(
     >>> lse.shape
     torch.Size([1, 2, 256])
 
-    Arguments are torch's plus ``mesh`` and the last four, or ``(q, k, v, block_mask, mesh)``. Masks and
+    Arguments are torch's plus ``mesh`` and the last five, or ``(q, k, v, block_mask, mesh)``. Masks and
     mods see global indices. There is no dropout.
 
     Args:
@@ -196,7 +139,7 @@ def flex_attention(
         positions: global positions [S_local] or [B, S_local] of the rows, to check that the shards are in the
             plan's order, which no shape shows (the check waits for the device).
         sinks: [Hq], learned logits that take probability and contribute no value
-            (:mod:`tritoncp.ops.sinks`); lse then counts them, max_scores does not.
+            (:mod:`tritoncp.call.sinks`); lse then counts them, max_scores does not.
         batch_offset: index in the whole batch of the tensors' batch row 0, for micro-batches: mods get
             b + batch_offset, and a mask or plan of the whole batch is read from that row on. None: the mask's
             batch size is the query's or 1.
@@ -207,6 +150,9 @@ def flex_attention(
             are tensors, lists and dicts of them, modules (``fn`` may be one), or constants; tensors get
             this rank's part of their gradients. ``fn`` maps each row by itself and gets no positions:
             rotary channels are part of the latent, rotated beforehand. Not under Ulysses.
+        selected: :class:`tritoncp.Selection`, keys that the model chose for each query: a pair is visible if
+            the mask shows it and the key is selected. Work and memory are proportional to the number of
+            selected keys. Not under Ulysses.
 
     Returns:
         out [B, Hq, S_local, E] in the dtype of the query; with ``return_lse`` or ``return_aux`` also lse
@@ -216,8 +162,7 @@ def flex_attention(
 
     Raises:
         TypeError: An argument is of another type; before any tensor data moves, as ValueError is.
-        ValueError: Shapes, dtypes, devices, options, masks or plans do not fit each other or those of other
-            ranks.
+        ValueError: Shapes, dtypes, devices, options, masks or plans do not fit each other or other ranks'.
         RuntimeError: State that the mask_mod reads has changed since the mask was made, another rank
             failed, or a transform of ``torch.func`` is applied.
 
@@ -231,148 +176,61 @@ def flex_attention(
     >>> flex_attention(q, latent, None, causal(), expand=(expand, weight)).shape
     torch.Size([1, 2, 256, 32])
     """
-    score_mod, block_mask, mesh = sort_arguments(score_mod, block_mask, mesh)
-    options = Options(
-        scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks, batch_offset, expand
-    )
+    call = Arguments(
+        query, key, value, *sort_arguments(score_mod, block_mask, mesh), scale, enable_gqa, return_lse,
+        kernel_options, return_aux, positions, sinks, batch_offset, expand, selected,
+    )  # fmt: skip
     results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
     if is_dtensor(query) or is_dtensor(key) or is_dtensor(value) or is_dtensor(sinks):
         from tritoncp.api import dtensors  # late: torch.distributed.tensor takes a second to import
 
-        call = dtensors.localize(query, key, value, score_mod, block_mask, mesh, options)
-        results = call.as_dtensors(call.arguments[-1].results(run_call(*call.arguments)))
+        local = dtensors.localize(call)
+        results = dtensors.as_dtensors(local.results(run_call(local)), query)
         return results
-    results = options.results(run_call(query, key, value, score_mod, block_mask, mesh, options))
+    results = call.results(run_call(call))
     return results
 
 
-def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any, Any]:
-    """Return (score_mod, block_mask, mesh) from the fourth and fifth argument and mesh=: calls are
-    ``(q, k, v, block_mask, mesh)`` or torch's ``(q, k, v, score_mod, block_mask, mesh=mesh)``."""
-    if type(score_mod) is not FunctionType and isinstance(score_mod, MASKS):
-        if block_mask is None:
-            return None, score_mod, mesh
-        if isinstance(block_mask, MASKS):
-            raise TypeError(
-                "block_mask: the fourth and the fifth argument are both masks; pass one of them (a score_mod "
-                "is the fourth argument)"
-            )
-        if mesh is not None:
-            raise TypeError("mesh is both the fifth argument and mesh=: pass one of them")
-        return None, score_mod, block_mask
-    if callable(score_mod):
-        if not torch.compiler.is_dynamo_compiling():  # would recompile for every function
-            call_mods.check_score_mod(score_mod)
-    elif score_mod is not None:
-        raise TypeError(
-            f"score_mod, the fourth argument, is a {type(score_mod).__name__}; a score_mod, a mask or a Plan "
-            f"is needed{_hint(score_mod)}"
-        )
-    if block_mask is None or isinstance(block_mask, MASKS):
-        return score_mod, block_mask, mesh
-    if callable(block_mask):
-        raise TypeError(
-            "block_mask is a function; a mask is needed: make it with create_block_mask(mask_mod, B, H, "
-            "Q_LEN, KV_LEN)"
-        )
-    if isinstance(block_mask, Tensor):
-        raise TypeError(f"block_mask is a Tensor; a mask or a Plan is needed{_hint(block_mask)}")
-    if score_mod is not None:
-        raise TypeError(
-            f"block_mask, after a score_mod, is a {type(block_mask).__name__}; a mask or a Plan is needed: "
-            "pass a mesh by name, mesh=..."
-        )
-    if not groups.is_mesh(block_mask):
-        raise TypeError(
-            f"block_mask, the fifth argument, is a {type(block_mask).__name__}; a mask, a Plan or a mesh is "
-            f"needed{_hint(block_mask)}"
-        )
-    return None, None, block_mask
-
-
-def _hint(argument: Any) -> str:
-    """Return the end of an error about an argument that is no mask: how to get one."""
-    if isinstance(argument, Mapping):
-        return f": pass the value of this layer, of {', '.join(map(repr, argument))}"
-    if isinstance(argument, Tensor):
-        return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
-    return ""
-
-
 @untraced
-def run_call(
-    query: Tensor, key: Tensor, value: Any, score_mod: Any, block_mask: Any, mesh: Any, options: Options
-) -> list[Tensor]:
-    """Run one call, in the graph that Dynamo traces or on the host; return out, lse, max_scores."""
+def run_call(call: Arguments) -> list[Tensor]:
+    """Run one call, in the graph that Dynamo traces or on the host. Returns out, lse, max_scores."""
     if torch._C._is_any_autocast_enabled():
-        query, key, value = dispatch.cast_for_autocast(query, key, value)
+        query, key, value = dispatch.cast_for_autocast(*call[:3])
+        call = call._replace(query=query, key=key, value=value)
     dispatch.refuse_transforms()
-    validate.check_mesh(mesh, block_mask)
+    check_mesh(call.mesh, call.block_mask)
     if torch.compiler.is_dynamo_compiling():
         try:
-            return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
+            return traced.attend_in_graph(call)
         except Uncapturable as error:
             reason = error.args[0]
-            stop_traced_call(place_in_group(mesh)[0], "a graph break")
+            stop_traced_call(place_in_group(call.mesh)[0], "a graph break")
         torch._dynamo.graph_break(msg=reason)
-    return _run_on_host(query, key, value, score_mod, block_mask, mesh, options)
-
-
-# Kinds of calls whose tensors passed the checks, by `validate.call_key`.
-_CHECKED_CALLS: BoundedCache[Any, validate.CallKind] = BoundedCache(MAX_CHECKED_CALLS)
+    return _run_on_host(call)
 
 
 @host_only
-def _run_on_host(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, mesh: Any, options: Options
-) -> list[Tensor]:
+def _run_on_host(call: Arguments) -> list[Tensor]:
     """Run a call outside of a graph that Dynamo traces."""
     if (substitute := _SUBSTITUTE.get()) is not None:
         with substitute_calls(None):
-            return substitute(query, key, value, score_mod, block_mask, mesh, options)
-    if dispatch.is_traced(query):
-        with dispatch.fake_mode_of(query):
-            return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
-    group, call_key, kind = groups.group_of(mesh), None, None
-    if options.expand is not None:  # its parameters are read at each call
-        options, value = options.with_expansion(query, key, value)
-    elif (call_key := validate.call_key(query, key, value, group, options)) is not None:
-        kind = _CHECKED_CALLS.get(call_key)
-    if kind is None:
-        options.check(query, key, value)  # before a plan is made, for which ranks exchange their lengths
-        if call_key is not None:
-            kind = _CHECKED_CALLS.put(call_key, validate.CallKind(query, key, value))
-    sizes = validate.ShardSizes.of(query, key, options.expand) if kind is None else kind.sizes
-    plan = plan_cache.plan_for(plain_mask(block_mask), sizes, group, kind, options.batch_offset)
-    validate.check_order(plan, options.positions)
-    if kind is None or kind.shares_batch:
-        key, value = validate.shared_batch(query, key, value)
-    call = make_call(query, plan, score_mod, group, options)
-    if kind is not None:
-        call = with_facts(call, kind, query, key, value)
-    return autograd.forward([call], (query, key, value))
+            return substitute(call)
+    if dispatch.is_traced(call.query):
+        with dispatch.fake_mode_of(call.query):
+            return traced.attend_in_graph(call)
+    call, kind = check_call(call)
+    plan = find_plan(call, kind)
+    return attend([prepare(call, plan, kind)], call[:3])
 
 
-def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Options) -> Call:
-    """Check the options of a call and make its record."""
-    kernel_options: tuple[tuple[str, Any], ...] = ()
-    if options.kernel_options:
-        check_options(options.kernel_options, architecture(query.device))
-        kernel_options = tuple(sorted(options.kernel_options.items()))
-    dtype, device = query.dtype, query.device
-    score, tensors = (None, ()) if score_mod is None else call_mods.translate_score(score_mod, dtype, device)
-    scale = options.scale_for(query)
-    return Call(plan, score, scale, group, kernel_options, options.returns, options.expand, tensors)
-
-
-Substitute = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, Options], list[Tensor]]
+Substitute = Callable[[Arguments], list[Tensor]]
 _SUBSTITUTE: ContextVar[Substitute | None] = ContextVar("substitute", default=None)
 
 
 @contextmanager
 def substitute_calls(call: Substitute | None) -> Iterator[None]:
-    """Replace `flex_attention` inside this context: ``call`` gets the arguments of :func:`run_call`. None:
-    no replacement."""
+    """Replace `flex_attention` inside this context: ``call`` takes the place of :func:`run_call`. None: no
+    replacement."""
     token = _SUBSTITUTE.set(call)
     try:
         yield

@@ -1,16 +1,16 @@
 """DTensors as arguments of `flex_attention` and `shard`: a call runs on local parts, and its results are
 DTensors.
 
-Tensor parallelism shards heads or the batch, or replicates, and attention needs nothing of other heads and
-batch rows. Masks and mods see the indices of the whole tensors. A mesh dimension that shards the sequence has
-to be the call's mesh, and its pieces those of a plan in natural order.
+Tensor parallelism shards heads or the batch, or replicates tensors, and attention needs no data of other
+heads and batch rows. Masks and mods see the indices of the whole tensors. A mesh dimension that shards the
+sequence has to be the call's mesh, and its pieces have to be in natural order.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,44 +20,39 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 
-from tritoncp.api import dynamo
+from tritoncp.call.read import Arguments
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.host_copy import is_dtensor
 from tritoncp.distributed import groups
+from tritoncp.graph import handle_ops
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.planning.placement import Placement, take
 from tritoncp.planning.plan import Plan
 
-BATCH, HEADS, SEQUENCE = 0, 1, 2  # dimensions of a query
+BATCH, HEADS, SEQUENCE = 0, 1, 2  # dimensions of the query
 Part = tuple[int, int]  # (index of this rank's part of a dimension, number of parts)
 
 
-class LocalCall(NamedTuple):
-    """A call on the local parts of DTensors. arguments: of :func:`tritoncp.api.attention.run_call`, the last
-    are the options. like: the query, whose mesh and placements the results get"""
-
-    arguments: tuple[Any, ...]
-    like: Any
-
-    def as_dtensors(self, results: Any) -> Any:
-        """Return results, in any container, as DTensors."""
-        return tree_map_only(Tensor, functools.partial(_as_dtensor, self.like), results)
+def as_dtensors(results: Any, like: Any) -> Any:
+    """Return results, in any container, as DTensors with the mesh and placements of ``like``."""
+    return tree_map_only(Tensor, functools.partial(_as_dtensor, like), results)
 
 
 def _as_dtensor(like: Any, x: Tensor) -> Tensor:
     return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False)
 
 
-def localize(
-    query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, mesh: Any, options: Any
-) -> LocalCall:
-    """Return the call on the local parts of DTensors. options: :class:`tritoncp.api.attention.Options`.
+def localize(call: Arguments) -> Arguments:
+    """Return the call on the local parts of DTensors.
 
     Raises TypeError for plain tensors beside DTensors, ValueError for placements whose parts need each other.
     """
-    if options.expand is not None or not all(map(is_dtensor, (query, key, value))):
+    query, key, value, score_mod, block_mask, mesh = call[:6]
+    if call.selected is not None:
+        raise TypeError("selected= with DTensors: pass the local part of each tensor, x.to_local()")
+    if call.expand is not None or not all(map(is_dtensor, (query, key, value))):
         raise TypeError(
             "query, key, value or sinks are DTensors, others plain tensors or None: pass DTensors over one "
             "mesh, or the local part of each, x.to_local() (with expand= too)"
@@ -80,10 +75,11 @@ def localize(
             score_mod = functools.partial(score_of_head, score_mod, heads[0] * count)
     if rows[1] > 1:
         first = rows[0] * local[0].shape[BATCH]
-        options = options._replace(batch_offset=first + (options.batch_offset or 0))
-    if options.sinks is not None:
-        options = options._replace(sinks=_local_sinks(options.sinks, query, heads[1] > 1))
-    return LocalCall((*local, score_mod, block_mask, mesh, options), query)
+        call = call._replace(batch_offset=first + (call.batch_offset or 0))
+    if call.sinks is not None:
+        call = call._replace(sinks=_local_sinks(call.sinks, query, heads[1] > 1))
+    q, k, v = local
+    return call._replace(query=q, key=k, value=v, score_mod=score_mod, block_mask=block_mask)
 
 
 @constant_result
@@ -91,7 +87,7 @@ def _parts_of_rank(
     meshes: Sequence[DeviceMesh], placements: Sequence[Sequence[Any]], mesh: Any
 ) -> tuple[Part, Part, Part]:
     """Return this rank's part of the batch, the heads and the sequence of query, key and value, by their
-    meshes and placements. mesh: of the call"""
+    meshes and placements. mesh: mesh of the call"""
     own, of_call = meshes[0], dims_of_call(meshes[0], mesh)
     for name, other, placed in zip(("query", "key", "value"), meshes, placements):
         for dim in range(own.ndim):
@@ -115,7 +111,7 @@ def _parts_of_rank(
 
 
 def dims_of_call(own: DeviceMesh, mesh: Any) -> list[int]:
-    """Return the dimensions of a DTensor's mesh that have ranks of the call's mesh alone."""
+    """Return the dimensions of a DTensor's mesh that have only ranks of the call's mesh."""
     group = groups.group_of(mesh)
     ranks = [] if group is None else dist.get_process_group_ranks(group)
     return [
@@ -142,7 +138,8 @@ def part_of_rank(mesh: DeviceMesh, placements: Sequence[Any], dim: int) -> Part:
 
 
 def _check_even(name: str, x: Tensor, part: Tensor, counts: Sequence[int]) -> None:
-    """Raise ValueError unless the parts of a DTensor are equally long. counts: of parts, by dimension"""
+    """Raise ValueError unless the parts of a DTensor are equally long. counts: number of parts, by
+    dimension"""
     for dim, count in enumerate(counts):
         if part.shape[dim] * count != x.shape[dim]:
             raise ValueError(
@@ -164,7 +161,7 @@ def _local_sinks(sinks: Any, query: Any, by_heads: bool) -> Tensor:
     for placement in query.placements:
         by_head = placement == Shard(HEADS)
         places.append(Shard(0) if by_head else Replicate())
-        # Each rank has the terms of its batch rows and queries.
+        # Each rank computes the terms of its batch rows and queries.
         of_gradient.append(Shard(0) if by_head else Replicate() if placement == Replicate() else Partial())
     local: Tensor = sinks.redistribute(placements=places).to_local(grad_placements=of_gradient)
     return local
@@ -176,7 +173,7 @@ def mask_of_heads(mask: Any, first: int, count: int) -> Any:
         if not mask.mask.reads[1] and mask.mask.H == 1:
             return mask
         if torch.compiler.is_dynamo_compiling():
-            return TracedMask(dynamo.view_op(mask.handle, first, count, -1))
+            return TracedMask(handle_ops.view_op(mask.handle, first, count, -1))
         return mask.of_heads(first, count)
     by_head = isinstance(mask, BlockMask | Mask) and mask.shape[1] > 1
     if by_head or (isinstance(mask, Mask | MaskMod) and mask.reads[1]):
@@ -235,14 +232,14 @@ def _parts_of_shard(
     own: DeviceMesh, placements: Sequence[Any], mesh: Any, dim: int, batch_dim: int | None, place: Part
 ) -> tuple[tuple[Part, Part], tuple[int, ...]]:
     """Return (this rank's part of dimension ``dim`` of a DTensor, and of its batch), and the dimensions of
-    its mesh along which its shards are placed as itself. place: this rank's part of the sequence"""
+    its mesh along which the result is placed like the DTensor. place: this rank's part of the sequence"""
     of_call = dims_of_call(own, mesh)
     along = [axis for axis in range(own.ndim) if placements[axis] == Shard(dim) and own.size(axis) > 1]
     piece = part_of_rank(own, placements, dim)
     fits = all(isinstance(p, Shard) or p == Replicate() for p in placements)
     fits &= not along or (piece == place and {*of_call} <= {*along})
     fits &= all(placements[axis] in (Shard(dim), Replicate()) for axis in of_call)
-    # Without the mesh, a tensor of the ranks of the plan looks like one that tensor parallelism replicates.
+    # Without the mesh, the plan's ranks cannot be told from ranks over which tensor parallelism replicates.
     unclear = mesh is None and not along and place[1] > 1
     if unclear and any(p == Replicate() and own.size(axis) == place[1] for axis, p in enumerate(placements)):
         fits = False

@@ -1,4 +1,4 @@
-"""Decorator of calls for which other ranks wait: an exception closes their process group."""
+"""Decorator of calls that other ranks wait for: an exception closes their process group."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tritoncp.api.keywords import unexpected_keyword
 from tritoncp.core.dynamo_boundary import constant_result, traced_copy
+from tritoncp.core.suggestions import unexpected_keyword
 from tritoncp.distributed import failures, groups
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def group_call(fn: Function) -> Function:
-    """Wrap a function that all ranks of a group call together, so that an exception on one of them closes the
-    group, before this rank can make other calls. The group is that of the mesh argument, and no other:
-    without a mesh no other rank takes part in the call, and its exception closes nothing.
+    """Wrap a function that all ranks of a group call together, so that an exception on one rank closes the
+    group, before this rank can make other calls. The group is the group of the mesh argument: without a mesh
+    no other rank takes part in the call, and an exception closes nothing.
 
     Dynamo traces the copy ``call.__wrapped__``, never ``call``, whose code may be marked as untraced.
     """
@@ -36,7 +36,7 @@ def group_call(fn: Function) -> Function:
                         continue  # since torch 2.14 Dynamo does not trace checks of tensors for these classes
                     # Under Dynamo isinstance(group, A | B) is False for a group.
                     if isinstance(x, dist.ProcessGroup) or isinstance(x, dist.DeviceMesh):  # noqa: SIM101
-                        stop_traced_call(place_in_group(x)[0], type(error).__name__)
+                        stop_traced_call(groups.place_in_group(x)[0], type(error).__name__)
                 raise
             wrong = unexpected_keyword(fn, kwargs) if isinstance(error, TypeError) else None
             for group in _groups_of(arguments):
@@ -51,16 +51,9 @@ def group_call(fn: Function) -> Function:
 
 
 @constant_result
-def place_in_group(mesh: Any) -> tuple[str, int, int]:
-    """Return (group name, world size, rank) of a mesh: constants of a graph under Dynamo."""
-    group = groups.group_of(mesh)
-    return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
-
-
-@constant_result
 def stop_traced_call(name: str, error: str) -> None:
-    """Close the group of a call whose tracing failed, if the call will not run eagerly instead, as under
-    ``fullgraph=True``. error: the exception's type, without its text, which may have symbols."""
+    """Close the group of a call whose tracing failed, unless the call runs eagerly instead (it does not under
+    ``fullgraph=True``). error: the exception's type, without its text, which may have symbols."""
     from torch._dynamo.symbolic_convert import InstructionTranslator  # imported already: Dynamo is running
 
     tx = InstructionTranslator.current_tx()

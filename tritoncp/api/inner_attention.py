@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tritoncp.api import dynamo
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.dtensors import mask_of_heads, score_of_head
 from tritoncp.api.group_call import group_call
-from tritoncp.api.keywords import INSTEAD, advice
 from tritoncp.core.dynamo_boundary import constant_result
+from tritoncp.core.suggestions import INSTEAD, advice
+from tritoncp.graph import handle_ops
 from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.planning.plan import Plan
 
 MASK_NAMES = ("block_mask", "attention_masks", "attention_mask", "attn_mask", "mask")
 OPTIONS = ("score_mod", "scale", "enable_gqa", "return_lse", "kernel_options", "return_aux")
-# Parameters assumed of a forward(*args, **kwargs): flex_attention's, in its order.
+# Parameters that a forward(*args, **kwargs) is assumed to have: flex_attention's, in its order.
 CALL = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options",
 )  # fmt: skip
@@ -36,8 +36,8 @@ KNOWN = (*OPTIONS, *MASK_NAMES, "is_causal", "out_transform")
 class Signature(NamedTuple):
     """The parameters of an inner attention module's forward.
 
-    names:    of positional arguments; the first three are query, key and value
-    defaults: of parameters after these
+    names:    names of positional arguments; the first three are query, key and value
+    defaults: defaults of the other parameters
     """
 
     names: tuple[str, ...]
@@ -66,8 +66,8 @@ class Signature(NamedTuple):
 
     def sort(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return ([query, key, value], {name: other argument that is not None}). Raises TypeError for an
-        argument that has no meaning here, unless it is None or equals the parameter's default: left out in
-        silence, a misspelled mask would be full attention."""
+        unknown argument, unless it is None or equals the parameter's default. (If it were ignored, a
+        misspelled mask would be full attention.)"""
         if len(args) > len(self.names):
             raise TypeError(f"{len(args)} positional arguments; forward takes {', '.join(self.names)}")
         arguments = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
@@ -92,8 +92,8 @@ class Signature(NamedTuple):
         return inputs, options
 
     def _is_ignored(self, name: str, value: Any) -> bool:
-        """Return whether an argument that ContextParallel does not have may be left out: its default, or if
-        its name is one that changes attention, a value that does not."""
+        """Return whether an argument that ContextParallel does not have may be ignored: it is the default, or
+        a value with which a keyword of INSTEAD changes nothing."""
         if name in KNOWN:
             return False
         is_plain = isinstance(value, bool | int | float | str)
@@ -140,9 +140,9 @@ def run_inner_attention(
         scaled_dot_product_attention, and out_transform, which is called with plain tensors out and lse [...,
         heads] in the module's layout
     mesh: the context-parallel mesh; may be None for DTensors whose mesh has a dimension "cp"
-    plan: Plan or mask of calls that pass none
+    plan: Plan or mask for calls that pass none
     first_head: index in the layer of the tensors' first head, for plain tensors with a part of the heads
-    always: arguments that replace those of the call
+    always: arguments that replace the call's arguments
     """
     inputs, options = signature.sort(args, kwargs)
     layout, options = LAYOUTS[seq_dim], {**options, **(always or {})}
@@ -181,7 +181,7 @@ def resolve_mask(mask: Any, plan: Any, is_causal: bool | None) -> Any:
         return causal() if is_causal else None
     if isinstance(mask, Plan):
         if torch.compiler.is_dynamo_compiling():
-            return TracedMask(dynamo.view_op(mask.handle, 0, 0, int(is_causal)))
+            return TracedMask(handle_ops.view_op(mask.handle, 0, 0, int(is_causal)))
         return mask.of_sdpa(bool(is_causal))
     if is_causal:
         raise ValueError(
@@ -228,7 +228,7 @@ def _check_placements(
 
 @constant_result
 def _context_dim(mesh: DeviceMesh, context: DeviceMesh | None) -> int:
-    """Return the dimension of a mesh that is the context-parallel mesh, -1 if there is none."""
+    """Return which dimension of a mesh is the context-parallel mesh, -1 if none is."""
     if context is None:
         names = mesh.mesh_dim_names or ()
         return names.index("cp") if "cp" in names else -1
@@ -240,7 +240,7 @@ def _context_dim(mesh: DeviceMesh, context: DeviceMesh | None) -> int:
 
 @constant_result
 def _first_head(mesh: DeviceMesh, dim: int, heads: int) -> int:
-    """Return the index of this rank's first head where mesh dimension ``dim`` shards the heads."""
+    """Return the index of this rank's first head if mesh dimension ``dim`` shards the heads."""
     if heads % mesh.size(dim):
         raise ValueError(
             f"{heads} heads cannot be sharded evenly over {mesh.size(dim)} ranks: use a degree of tensor "

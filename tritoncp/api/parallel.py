@@ -11,17 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tritoncp.api import dynamo
 from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, run_inner_attention
-from tritoncp.api.keywords import advice
 from tritoncp.api.plans import MaskLike
-from tritoncp.ops.autograd import forward_op
-from tritoncp.ops.graph.key_exchange import send_keys_op
-from tritoncp.ops.reshard import reshard_op
-from tritoncp.ops.roll import roll_op
+from tritoncp.call import traced
+from tritoncp.call.autograd import forward_op
+from tritoncp.call.key_exchange import send_keys_op
+from tritoncp.core.suggestions import advice
+from tritoncp.graph import handle_ops
+from tritoncp.graph.reshard import reshard_op
+from tritoncp.graph.roll import roll_op
 
 SAVE_OPS = (
-    forward_op, dynamo.plan_op, dynamo.part_op, dynamo.batch_rows_op, send_keys_op, reshard_op, roll_op,
+    forward_op, traced.plan_op, handle_ops.part_op, handle_ops.batch_rows_op, send_keys_op, reshard_op,
+    roll_op,
 )  # fmt: skip
 
 
@@ -30,10 +32,6 @@ def checkpoint_policy(
 ) -> Callable[..., CheckpointPolicy | bool]:
     """Return a policy for selective activation checkpointing that never communicates in recomputation.
 
-    It saves attention's out and lse, whose recomputation would send K and V again, and the results of
-    ``reshard`` and ``roll``. ``otherwise`` decides about all other ops: a policy, a list of ops to save, or
-    None, which recomputes them.
-
     >>> from functools import partial
     >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
     >>> from tritoncp import causal, flex_attention
@@ -41,6 +39,19 @@ def checkpoint_policy(
     >>> q = torch.randn(1, 1, 32, 16, requires_grad=True)
     >>> layer = lambda x: flex_attention(x.sin(), x, x, causal())
     >>> checkpoint(layer, q, use_reentrant=False, context_fn=contexts).sum().backward()
+    >>> policy = checkpoint_policy([torch.ops.aten.mm.default])     # also saves matrix products
+
+    It saves attention's out and lse, whose recomputation would send K and V again, and the results of
+    ``reshard`` and ``roll``.
+
+    Args:
+        otherwise: decides about all other ops: a policy, or a list of ops to save; None: recompute them.
+
+    Returns:
+        A policy ``(ctx, op, *args, **kwargs)`` for ``create_selective_checkpoint_contexts``.
+
+    Raises:
+        TypeError: for a list of anything but op overloads.
     """
     if otherwise is not None and not callable(otherwise):
         ops = frozenset(otherwise)
@@ -62,29 +73,7 @@ def checkpoint_policy(
 
 
 class ContextParallel(ParallelStyle):
-    """A ParallelStyle for ``parallelize_module`` that makes an inner attention module context parallel.
-
-    It replaces the module's forward by :func:`tritoncp.flex_attention` over the mesh of parallelize_module;
-    no global state, context manager or other module is changed. forward has to begin with query, key and
-    value. Other parameters are matched by name with flex_attention's arguments (``block_mask`` may be called
-    ``attention_masks``, ``attention_mask``, ``attn_mask`` or ``mask``), ``is_causal`` and ``out_transform``,
-    and keep their defaults. An argument of any other name is an error, also in forward's own ``**kwargs``,
-    unless it is None or the parameter's default: a misspelled mask would be full attention. A forward of
-    ``(*args, **kwargs)`` has flex_attention's arguments in its order.
-
-    plan:     Plan or global mask for calls that pass none; shards are in its order
-    seq_dim:  the sequence dimension of inputs and out: 2 for [B, H, S_local, D], 1 for [B, S_local, H, D],
-              0 for [S_local, H, D]
-    always:   arguments for every call, as ``enable_gqa=True`` or ``is_causal=True``
-
-    A module with ``is_causal`` is one that calls scaled_dot_product_attention: its mask is causal or full,
-    and only the order of tokens is read from a Plan, so that one plan serves all layers of a model that
-    has both kinds. ``out_transform(out, lse)`` gets both in the module's layout, lse without the last
-    dimension.
-
-    Tensors are this rank's shards: plain, or DTensors sharded along the sequence over this mesh, or over a
-    mesh of which it is a dimension. Another dimension may shard the heads (tensor parallelism): head indices
-    of mods and of the plan's mask are those of the whole layer.
+    """Make an inner attention module context parallel: a ParallelStyle for ``parallelize_module``.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -99,7 +88,36 @@ class ContextParallel(ParallelStyle):
     >>> q = shard(torch.randn(1, 2, 64, 16), plan, dim=2)
     >>> attention(q, q, q, block_mask=plan).shape
     torch.Size([1, 2, 64, 16])
+    >>> attention = parallelize_module(Attention(), mesh["cp"], ContextParallel(plan))  # plan of all calls
+    >>> attention(q, q, q).shape
+    torch.Size([1, 2, 64, 16])
     >>> dist.destroy_process_group()
+
+    It replaces the module's forward by :func:`tritoncp.flex_attention` over the mesh of parallelize_module;
+    no global state, context manager or other module is changed. forward has to begin with query, key and
+    value. Other parameters are matched by name with flex_attention's arguments (``block_mask`` may be called
+    ``attention_masks``, ``attention_mask``, ``attn_mask`` or ``mask``), ``is_causal`` and ``out_transform``,
+    and keep their defaults. An argument of any other name is an error, also in forward's ``**kwargs``, unless
+    it is None or the parameter's default: a misspelled mask would be full attention. A forward of ``(*args,
+    **kwargs)`` has flex_attention's arguments in its order.
+
+    A module with ``is_causal`` is taken to call scaled_dot_product_attention: its mask is causal or full, and
+    only the order of tokens is read from a Plan, so that one plan serves all layers of a model that has both
+    kinds. ``out_transform(out, lse)`` gets both in the module's layout, lse without the last dimension.
+
+    Tensors are this rank's shards: plain, or DTensors sharded along the sequence over this mesh, or over a
+    mesh that has it as a dimension. Another dimension may shard the heads (tensor parallelism): head indices
+    of mods and of the plan's mask are indices in the whole layer.
+
+    Args:
+        plan: Plan or global mask for calls that pass none; shards are in its order.
+        seq_dim: sequence dimension of inputs and out: 2 for [B, H, S_local, D], 1 for [B, S_local, H, D], 0
+            for [S_local, H, D].
+        always: arguments for every call, for example ``enable_gqa=True`` or ``is_causal=True``.
+
+    Raises:
+        TypeError: for an argument in ``always`` that flex_attention does not have.
+        ValueError: for another seq_dim.
     """
 
     def __init__(self, plan: MaskLike | None = None, *, seq_dim: int = 2, **always: Any) -> None:

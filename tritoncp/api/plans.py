@@ -9,10 +9,10 @@ from typing import Any, overload
 
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.api import plan_cache
 from tritoncp.api.group_call import group_call
-from tritoncp.api.mask_source import Sources
-from tritoncp.api.validate import check_mesh, check_plannable
+from tritoncp.call import plan_cache, prepare
+from tritoncp.call.mask_source import Sources
+from tritoncp.call.validate import check_mesh, check_plannable
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.records import replace
@@ -22,7 +22,6 @@ from tritoncp.distributed.groups import Mesh
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.ops import signatures
 from tritoncp.planning import ScheduleName
 from tritoncp.planning.balance import BalancerName, resolve_balancer
 from tritoncp.planning.build import build_all
@@ -58,30 +57,48 @@ def make_plan(
 ) -> Plan | dict[str, Plan]:
     """Assign the blocks of the global mask to ranks, and choose a schedule of communication.
 
-    block_mask: a mask, or a dict of the masks of a model's layers: their work is summed for one
-    placement, and the result is a dict of plans. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all
-    call this (2-D with schedule="ulysses" or "ulysses+ring": the second dimension exchanges heads);
-    without a mesh, ``world_size`` and ``rank`` (0 by default). balancer: a name in ``tritoncp.balancers``
-    ("locality": few keys to fetch; "ptrr_unweighted": torch's placement), a function from a
-    ``tritoncp.planning.work.Work`` to the blocks of each rank, None for natural order, or "auto": of
-    these names and natural order, each with its fastest schedule, the one with the shortest predicted
-    time for a layer of each mask; ``plan.reason`` has the times. "auto" makes all these placements, in 2
-    s for 1M tokens on 64 ranks; beyond twice that size it omits "locality". schedule: a name, or "auto"
-    (the fastest for the placement). layer: sizes of the layer for which "auto" predicts, as for
-    :meth:`Plan.explain`, with ``latent`` for one that calls :func:`flex_attention` with ``expand``; None:
-    32 query heads, 8 KV heads, head dim 128. Raises TypeError for a mask_mod, which has no lengths;
-    raises on all ranks where one fails, or where ranks differ in mask, options or versions.
-
     >>> import torch
     >>> from tritoncp import causal, create_block_mask, sliding_window
     >>> mask = create_block_mask(causal(), 1, 1, 1024, 1024)
-    >>> plan = make_plan(mask, world_size=4, rank=1)
+    >>> plan = make_plan(mask, world_size=4, rank=1)        # under torchrun: make_plan(mask, mesh)
     >>> plan.owners.tolist(), plan.imbalance
     ([[0, 1, 2, 3, 3, 2, 1, 0]], 1.0)
+    >>> make_plan(mask, world_size=4, balancer="contiguous", schedule="ring").owners.tolist()
+    [[0, 0, 1, 1, 2, 2, 3, 3]]
     >>> near = create_block_mask(sliding_window(128), 1, 1, 1024, 1024)
-    >>> plans = make_plan({"full": mask, "window": near}, world_size=4)
+    >>> plans = make_plan({"full": mask, "window": near}, world_size=4)     # layers of two kinds
     >>> torch.equal(plans["full"].owners, plans["window"].owners)
     True
+
+    All ranks of the mesh call this. An error on one rank is raised on all, and so is a difference in mask,
+    options or versions.
+
+    Args:
+        block_mask: mask of the whole sequence, or a dict of the masks of a model's layers: their work is
+            summed for one placement.
+        mesh: 1-D DeviceMesh or ProcessGroup (2-D with schedule="ulysses" or "ulysses+ring": the second
+            dimension exchanges heads); None: ``world_size`` and ``rank`` are used.
+        balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch; "ptrr_unweighted": torch's
+            placement), a function from a ``tritoncp.planning.work.Work`` to the blocks of each rank, None for
+            natural order, or "auto": the one of these names and natural order, each with its fastest
+            schedule, that has the shortest predicted time for a layer of each mask; ``plan.reason`` has the
+            times. "auto" makes all these placements, in 2 s for 1M tokens on 64 ranks; beyond twice that size
+            it omits "locality".
+        schedule: "allgather", "ring", "fetch", "ulysses" or "ulysses+ring"; "auto": the fastest for the
+            placement.
+        world_size: number of ranks, without a mesh; None: 1.
+        rank: this rank, without a mesh; None: 0.
+        layer: sizes of the layer for which "auto" predicts, as for :meth:`Plan.explain`, with ``latent`` for
+            a layer that calls :func:`flex_attention` with ``expand``; None: 32 query heads, 8 KV heads, head
+            dim 128.
+
+    Returns:
+        This rank's :class:`Plan`; for a dict of masks, a dict of plans.
+
+    Raises:
+        TypeError: for a mask_mod, which has no lengths, and for options of another type.
+        ValueError: for options that do not fit the mask or the world.
+        Disagreement: on all ranks, if they differ.
     """
     group = groups.group_of(mesh)
     check_mesh(mesh, schedule=schedule)
@@ -133,7 +150,7 @@ def _make_plans(
         "call": fact("make_plan"),
         "versions": consistency.versions(),
         "options": fact(f"balancer={balancer!r}, {rest}"),
-        "mask": fact(lambda: "; ".join(map(signatures.mask_text, compact)), b"".join(digests)),
+        "mask": fact(lambda: "; ".join(map(prepare.mask_text, compact)), b"".join(digests)),
         "placement": fact(f"balancer={balancer!r}", b"".join(one.digest for one in built)),
     }
     return plans, facts, ()

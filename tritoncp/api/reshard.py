@@ -1,4 +1,5 @@
-"""`reshard`, from shards of one plan to those of another, and `unshard`, from shards to the global tensor."""
+"""`reshard`, from shards of one plan to shards of another, and `unshard`, from shards to the global
+tensor."""
 
 from __future__ import annotations
 
@@ -8,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.api import shards, validate
-from tritoncp.api.group_call import group_call, place_in_group
+from tritoncp.api import shards
+from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.api.simulate import World
+from tritoncp.call import validate
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Compared, fact, together
-from tritoncp.distributed.groups import Mesh
+from tritoncp.distributed.groups import Mesh, place_in_group
+from tritoncp.graph.dispatch import is_traced
+from tritoncp.graph.reshard import Reshard
+from tritoncp.graph.row_moves import compare_move, move_rows
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.ops.dispatch import is_traced
-from tritoncp.ops.reshard import Reshard, compare_reshard, move_rows
 from tritoncp.planning.placement import check_side, pieces
 from tritoncp.planning.plan import Plan
 
@@ -36,27 +39,42 @@ def reshard(
     batch_dim: int | None = 0,
     pad: float | int | bool = 0,
 ) -> Any:
-    """Redistribute a sharded tensor from the placement of one plan to that of another.
-
-    x: this rank's shard by ``source``, any tensor with the shard's rows along ``dim``; in a simulated world,
-    the list of all ranks' shards, with a list as result. source, target: plans for the same ranks and a
-    sequence of the same length, or None for natural order in even pieces, as in :func:`shard`. batch_dim:
-    the batch dimension, needed where a plan places batch rows differently. ``pad`` fills the padding rows of
-    the result.
-
-    All ranks of the group call this. One all-to-all sends exactly the rows that change ranks; their indices
-    are computed once for each pair of plans. At the first call with a pair of plans, a shape or a dtype, and
-    at every call under ``TRITONCP_CHECK=1``, the ranks compare these, and all raise Disagreement where they
-    differ. Differentiable: gradients are sent back, and are 0 for padding. In a compiled graph it is one op.
-    Raises ValueError for shards and plans that do not fit together.
+    """Redistribute a sharded tensor from the placement of one plan to the placement of another.
 
     >>> import torch
     >>> from tritoncp import causal, create_block_mask, reshard, simulate
     >>> world = simulate(2)
     >>> plan = world.make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2))
     >>> balanced = world.shard(torch.arange(8), plan, dim=0)
-    >>> balanced, reshard(balanced, plan, None, world, dim=0)
-    ([tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])], [tensor([0, 1, 2, 3]), tensor([4, 5, 6, 7])])
+    >>> balanced
+    [tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])]
+    >>> reshard(balanced, plan, None, world, dim=0)                 # to natural order
+    [tensor([0, 1, 2, 3]), tensor([4, 5, 6, 7])]
+    >>> reshard(world.shard(torch.arange(8), None, dim=0), None, plan, world, dim=0)       # and back
+    [tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])]
+
+    All ranks of the group call this. One all-to-all sends exactly the rows that change ranks; their indices
+    are computed once for each pair of plans. At the first call with a pair of plans, a shape or a dtype, and
+    at every call under ``TRITONCP_CHECK=1``, the ranks compare them, and all raise Disagreement if they
+    differ. Differentiable: gradients are sent back, and are 0 for padding. In a compiled graph it is one op.
+
+    Args:
+        x: this rank's shard by ``source``, any tensor with the shard's rows along ``dim``; in a simulated
+            world, the list of all ranks' shards.
+        source: plan whose placement x has; None: even pieces in natural order, as in :func:`shard`.
+        target: plan whose placement the result has, for the same ranks and a sequence of the same length;
+            None: even pieces in natural order.
+        mesh: DeviceMesh or process group of the ranks; a simulated world; None: one process.
+        dim: dimension of x that is sharded.
+        side: "q", or "kv" if a plan places queries and keys differently.
+        batch_dim: batch dimension of x, needed if a plan places batch rows differently; None: x has none.
+        pad: value of the padding rows of the result.
+
+    Returns:
+        This rank's shard by ``target``; in a simulated world, the list of all ranks' shards.
+
+    Raises:
+        ValueError: for shards and plans that do not fit together.
     """
     if isinstance(mesh, World):
         return _reshard_in_world(x, source, target, mesh, dim, side, batch_dim, pad)
@@ -85,7 +103,7 @@ def _move(
     xs: Sequence[Tensor], place: tuple[str, int, int], source: Any, target: Any, dim: int, side: str,
     batch_dim: int | None, pad: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Move the shards ``xs`` of the ranks from that of ``place`` on, after checks. place: see
+    """Move the shards ``xs`` of the ranks that begin with the rank of ``place``, after checks. place: see
     :func:`tritoncp.api.group_call.place_in_group`"""
     world, world_size, first_rank = place
     check_side(side)
@@ -97,7 +115,7 @@ def _move(
     if source is None and target is None:
         if world and not is_traced(xs[0]):  # eager
             call = Reshard(None, None, side, dim, batch_dim, xs[0].shape[dim], pad, world)
-            compare_reshard(call, groups.group_by_name(world), xs[0])
+            compare_move(call, groups.group_by_name(world), xs[0])
         return list(xs)
     before, after = (_lengths(*pair, side, world_size) for pair in ((source, target), (target, source)))
     for rank, x in enumerate(xs, first_rank):
@@ -115,8 +133,8 @@ def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
 
 
 def _lengths(plan: Any, other: Any, side: str, world_size: int) -> Sequence[int]:
-    """Return the length of each rank's shard: by ``plan``, or if it is None in natural order, for the
-    sequence of the ``other`` plan."""
+    """Return the length of each rank's shard: by ``plan``; if it is None, in natural order for the sequence
+    of the ``other`` plan."""
     length = (other if plan is None else plan).side(side).length
     if other is not None and other.side(side).length != length:
         raise ValueError(
@@ -139,18 +157,36 @@ def unshard(
     grad: str | None = None,
 ) -> Tensor:
     """Gather the shards of all ranks into the global tensor, without padding: the inverse of :func:`shard`.
-    In a compiled graph it is one op.
-
-    plan_or_mask: as in :func:`shard`. Where it has no lengths, as None, the ranks exchange the lengths of
-    their even pieces at every call; a graph needs a plan or mask with lengths.
-    ``grad``: needed if x requires grad, the backward pass: "sum" (the loss is a sum over ranks:
-    reduce-scatter) or "slice" (every rank computes the same loss: each keeps its rows, no communication).
 
     >>> import torch
-    >>> from tritoncp import causal, create_block_mask, make_plan, shard, unshard
+    >>> from tritoncp import causal, create_block_mask, make_plan, shard, simulate, unshard
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=1, rank=0)
     >>> unshard(shard(torch.arange(8), plan, dim=0), plan, dim=0)  # alone; under torchrun pass a mesh
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    >>> world = simulate(2)                                         # two ranks in this process
+    >>> plan = world.make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2))
+    >>> world.unshard([torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])], plan, dim=0)
+    tensor([0, 1, 2, 3, 4, 5, 6, 7])
+
+    All ranks of the group call this. In a compiled graph it is one op.
+
+    Args:
+        x: this rank's shard, any tensor with the shard's rows along ``dim``.
+        plan_or_mask: as in :func:`shard`. If it has no lengths, like None, the ranks exchange the lengths of
+            their even pieces at every call; a graph needs a plan or mask with lengths.
+        mesh: DeviceMesh or process group of the ranks; None: one process.
+        dim: dimension of x that is sharded.
+        side: "q", or "kv" if the plan places queries and keys differently.
+        batch_dim: batch dimension of x, needed if the plan places batch rows differently; None: x has none.
+        grad: backward pass, needed if x requires grad: "sum" if the loss is a sum over ranks
+            (reduce-scatter), "slice" if every rank computes the same loss (each rank keeps its rows, without
+            communication).
+
+    Returns:
+        The global tensor, on every rank.
+
+    Raises:
+        ValueError: for a shard and a plan that do not fit together.
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
     validate.check_mesh(mesh, plan_or_mask)
@@ -180,8 +216,8 @@ def _check_grad(x: Tensor, grad: str | None) -> None:
 
 
 def _length_in_order(x: Tensor, dim: int, place: tuple[str, int, int]) -> int:
-    """Return the length of the sequence whose even pieces, in order, the ranks hold: their sum (collective).
-    Raises ValueError on all ranks for other pieces."""
+    """Return the length of the sequence, if the shards are even pieces of it in order (collective). Raises
+    ValueError on all ranks for other pieces."""
     world, rows = place[0], x.shape[dim]
     if not world:
         return rows

@@ -8,21 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.api import shards, validate
-from tritoncp.api.group_call import group_call, place_in_group
+from tritoncp.api import shards
+from tritoncp.api.group_call import group_call
 from tritoncp.api.simulate import World
+from tritoncp.call import validate
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.core.handles import handle_of, object_of
 from tritoncp.core.host_copy import on_host
-from tritoncp.distributed.groups import Mesh
+from tritoncp.distributed.groups import Mesh, place_in_group
+from tritoncp.graph import dispatch
+from tritoncp.graph.inputs import flatten_callable, rebuild
+from tritoncp.graph.roll import Roll
+from tritoncp.graph.row_moves import move_rows
 from tritoncp.masks.closed_forms import as_int
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.mods.snapshot import captured_state
-from tritoncp.ops import dispatch
-from tritoncp.ops.graph.inputs import flatten_callable, rebuild
-from tritoncp.ops.roll import Roll, roll_rows
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.shifts import Shift, shifted_documents, shifted_tree
 
@@ -40,32 +42,47 @@ def roll(
     batch_dim: int | None = 0,
     pad: float | int | bool = 0,
 ) -> Any:
-    """Shift the rows of a sharded tensor within documents: the result of :func:`shard` for the global tensor
-    shifted by ``shift``.
+    """Shift the rows of a sharded tensor within documents, like ``torch.roll`` of the global tensor.
 
-    The row of position p gets that of position p - shift, as in ``torch.roll``, if both are in one document;
-    else ``pad``. Labels of next tokens are ``roll(tokens, plan, -1, mesh, dim=1, pad=-100)``; for tokens k
-    further on, as in multi-token prediction, the shift is -1 - k.
+    >>> from tritoncp import causal, create_block_mask, document, roll, simulate
+    >>> world = simulate(2)
+    >>> plan = world.make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2))
+    >>> tokens = world.shard(torch.arange(8), plan, dim=0)
+    >>> tokens
+    [tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])]
+    >>> roll(tokens, plan, -1, world, dim=0, pad=-100)              # labels of the next token
+    [tensor([   1,    2,    7, -100]), tensor([3, 4, 5, 6])]
+    >>> roll(tokens, plan, -1, world, dim=0, pad=-100, documents=document(lengths=[3, 5]))
+    [tensor([   1,    2,    7, -100]), tensor([-100,    4,    5,    6])]
 
-    x: this rank's shard by ``plan``, any tensor with the shard's rows along ``dim``; in a simulated world,
-    the list of all ranks' shards, with a list as result. documents: document index of each global token, or
-    the ``document(...)`` mask, as in :func:`positions`; None: one document. With a ``tree(...)`` mask rows
-    shift along paths: a token gets the row of the token ``shift`` before it. A negative shift needs a tree
-    without branches at that distance. batch_dim: the batch dimension, needed where the plan places batch rows
-    differently, or their documents differ. ``pad`` also fills the padding rows.
+    The row of position p gets the row of position p - shift, if both are in one document; else ``pad``.
+    Labels for tokens k further on, as in multi-token prediction, have the shift -1 - k.
 
     All ranks of the group call this. One all-to-all sends exactly the rows that cross ranks, none if all are
     local; their indices are computed once for a plan, documents and shift. The ranks compare these, shapes
     and dtypes as in :func:`reshard`. Differentiable: gradients are sent back to the rows that they belong to.
-    In a compiled graph it is one op. Raises ValueError for a shard, plan and documents that do not fit
-    together.
+    In a compiled graph it is one op.
 
-    >>> from tritoncp import causal, create_block_mask, roll, simulate
-    >>> world = simulate(2)
-    >>> plan = world.make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2))
-    >>> tokens = world.shard(torch.arange(8), plan, dim=0)
-    >>> tokens, roll(tokens, plan, -1, world, dim=0, pad=-100)
-    ([tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])], [tensor([   1,    2,    7, -100]), tensor([3, 4, 5, 6])])
+    Args:
+        x: this rank's shard by ``plan``, any tensor with the shard's rows along ``dim``; in a simulated
+            world, the list of all ranks' shards.
+        plan: plan of the shards.
+        shift: number of rows; positive: towards later positions.
+        mesh: DeviceMesh or process group of the ranks; a simulated world; None: one process.
+        dim: dimension of x that is sharded.
+        documents: document index of each global token, or the ``document(...)`` mask, as in
+            :func:`positions`; None: one document. With a ``tree(...)`` mask rows shift along paths: a token
+            gets the row of the token ``shift`` before it. A negative shift needs a tree without branches at
+            that distance.
+        batch_dim: batch dimension of x, needed if the plan places batch rows differently, or their documents
+            differ; None: x has none.
+        pad: value of rows without a source, and of padding rows.
+
+    Returns:
+        A tensor like x; in a simulated world, the list of all ranks' tensors.
+
+    Raises:
+        ValueError: for a shard, plan and documents that do not fit together.
     """
     if isinstance(mesh, World):
         return _roll_in_world(x, plan, shift, mesh, dim, documents, batch_dim, pad)
@@ -95,7 +112,7 @@ def _roll(
     xs: Sequence[Tensor], place: tuple[str, int, int], plan: Plan, shift: Any, dim: int, documents: Any,
     batch_dim: int | None, pad: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Shift the shards ``xs`` of the ranks from that of ``place`` on, after checks. place: see
+    """Shift the shards ``xs`` of the ranks that begin with the rank of ``place``, after checks. place: see
     :func:`tritoncp.api.group_call.place_in_group`"""
     world, _, first_rank = place
     shift = as_int("shift", shift)
@@ -112,15 +129,15 @@ def _roll(
         handle = dispatch.run_on_values(shift_op, tensors, ints, plan.pinned().handle, shift, structure)
     else:
         handle = handle_of(_find_shift(plan, documents, shift))
-    return roll_rows(Roll(handle, dim, batch_dim, pad, world), xs)
+    return move_rows(Roll(handle, dim, batch_dim, pad, world), xs)
 
 
 _SHIFTS = TensorCache(64)
 
 
 def _find_shift(plan: Plan, documents: Any, shift: int) -> Shift:
-    """Return, cached, the shift of a plan's rows within documents."""
-    slots = plan.q.slots[0]  # a tensor of one placement, never edited: the cache's key
+    """Return the shift of a plan's rows within documents, from a cache."""
+    slots = plan.q.slots[0]  # a tensor of the placement, never edited: the cache's key
     key: Any = id(slots), shift
     tensors = [slots]
     if isinstance(documents, Tensor):

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.api import validate
-from tritoncp.api.group_call import place_in_group
 from tritoncp.api.plans import MaskLike
+from tritoncp.call import validate
 from tritoncp.core.dynamo_boundary import graph_entry
 from tritoncp.core.host_copy import is_dtensor, refuse_dtensor
-from tritoncp.distributed.groups import Mesh
+from tritoncp.distributed.groups import Mesh, place_in_group
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
@@ -36,17 +35,39 @@ def shard(
     batch_dim: int | None = 0,
     pad: float | int | bool = 0,
 ) -> Tensor:
-    """Return this rank's shard of a global tensor: by a plan's placement, or the r-th piece for a raw mask.
-
-    x: any tensor whose dimension ``dim`` is the global sequence. ``pad`` fills the padding at the end of a
-    plan's shard. Differentiable without communication: the gradient of x is zero outside of this rank's rows.
-    A DTensor sharded over other dimensions, or replicated, gives a DTensor over the other dimensions of its
-    mesh (pass ``mesh``, so that these are known); one sharded over ``dim`` has to be in the plan's order.
+    """Return this rank's shard of a global tensor.
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
     >>> shard(torch.arange(8), plan, dim=0)
     tensor([2, 3, 4, 5])
+    >>> tokens = torch.arange(16).view(2, 8)                        # [B, S]
+    >>> shard(tokens, plan, dim=1).tolist()
+    [[2, 3, 4, 5], [10, 11, 12, 13]]
+    >>> short = make_plan(create_block_mask(causal(), 1, 1, 6, 6, BLOCK_SIZE=2), world_size=2, rank=0)
+    >>> shard(torch.arange(6), short, dim=0, pad=-100)              # one block and padding
+    tensor([   4,    5, -100, -100])
+
+    Differentiable without communication: the gradient of x is zero outside of this rank's rows. A DTensor
+    that is sharded over other dimensions, or replicated, gives a DTensor over the other dimensions of its
+    mesh (pass ``mesh``, so that they are known); a DTensor sharded over ``dim`` has to be in the plan's
+    order.
+
+    Args:
+        x: any tensor whose dimension ``dim`` is the global sequence.
+        plan_or_mask: Plan, whose placement is used; or a mask or None, for even pieces in natural order.
+        mesh: DeviceMesh or process group of the ranks, needed without a Plan; None: one process.
+        dim: dimension of x that is sharded.
+        side: "q", or "kv" if the plan places queries and keys differently.
+        batch_dim: batch dimension of x, needed if the plan places batch rows differently; None: x has none.
+        pad: value of the padding rows at the end of a plan's shard.
+
+    Returns:
+        The shard, with S_local rows along ``dim``.
+
+    Raises:
+        ValueError: for a tensor and a plan that do not fit together.
+        TypeError: for a plan_or_mask of another type.
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
     validate.check_mesh(mesh, plan_or_mask)
@@ -57,8 +78,8 @@ def cut(
     x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str = "q",
     batch_dim: int | None = 0, pad: float | int | bool = 0, mesh: Mesh | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the shard of the rank of ``place`` after checks. place: of :func:`place_in_group`; mesh: of a
-    DTensor"""
+    """Return the shard of the rank of ``place`` after checks. place: result of :func:`place_in_group`; mesh:
+    mesh for DTensors"""
     placement, rank = placement_of(x, plan_or_mask, place, dim, side)
     check_rows_along(x, dim, placement.length, "a global tensor")
     check_pad(x, pad)
@@ -72,9 +93,9 @@ def cut(
 def placement_of(
     x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str, length: int | None = None
 ) -> tuple[Placement, int]:
-    """Check the arguments of `shard`; return (placement of tokens, this rank): of a Plan, or natural order
-    for a raw mask. place: of :func:`place_in_group`. length: of the sequence, where the mask has none; None:
-    that of x"""
+    """Check the arguments of `shard`; return (placement of tokens, this rank): the placement of a Plan, or
+    natural order for a raw mask. place: result of :func:`place_in_group`. length: length of the sequence if
+    the mask has none; None: the length of x"""
     world, world_size, rank = place
     check_dim(x, dim)
     if isinstance(plan_or_mask, Plan):
@@ -88,8 +109,8 @@ def placement_of(
 
 
 def has_lengths(plan_or_mask: Any) -> bool:
-    """Return whether a plan or mask has the lengths of its sequence, which a closed form and None have not.
-    Raises TypeError for anything else."""
+    """Return whether a plan or mask has the lengths of its sequence; a closed form and None do not. Raises
+    TypeError for anything else."""
     if plan_or_mask is None or isinstance(plan_or_mask, MaskMod):
         return False
     if not isinstance(plan_or_mask, BlockMask | Mask | Plan):
@@ -102,19 +123,32 @@ def has_lengths(plan_or_mask: Any) -> bool:
 
 @graph_entry
 def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
-    """Return the global position of each local token, -1 at padding: int64 [B or 1, S_local].
+    """Return the global position of each local token, -1 at padding.
 
-    documents: document index of each global token, [N] or [B, N], or the ``document(...)`` mask: positions
-    then start at 0 in every document, as rotary embeddings of packed sequences need them. With a
-    ``tree(...)`` mask a position is the depth of the token: the number of tokens before it on its path.
-    Raises ValueError for documents or a tree of another number of tokens or batch rows than the plan's.
-
-    >>> from tritoncp import causal, create_block_mask, make_plan, tree
+    >>> from tritoncp import causal, create_block_mask, document, make_plan, tree
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
-    >>> positions(plan).tolist(), positions(plan, torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])).tolist()
-    ([[2, 3, 4, 5]], [[2, 0, 1, 2]])
-    >>> positions(plan, tree([-1, 0, 0], [3, 2, 3])).tolist()
+    >>> positions(plan).tolist()
+    [[2, 3, 4, 5]]
+    >>> positions(plan, document(lengths=[3, 5])).tolist()          # start again at 0 in every document
+    [[2, 0, 1, 2]]
+    >>> positions(plan, torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])).tolist()
+    [[2, 0, 1, 2]]
+    >>> positions(plan, tree([-1, 0, 0], [3, 2, 3])).tolist()       # tokens before it on its path
     [[2, 3, 4, 3]]
+
+    Args:
+        plan: this rank's plan.
+        documents: document index of each global token, [N] or [B, N], or the ``document(...)`` mask:
+            positions then start at 0 in every document, as rotary embeddings of packed sequences need them.
+            With a ``tree(...)`` mask a position is the number of tokens before the token on its path. None:
+            positions in the sequence.
+
+    Returns:
+        int64 [B or 1, S_local].
+
+    Raises:
+        ValueError: for documents or a tree with another number of tokens or batch rows than the plan.
+        TypeError: for documents of another type.
     """
     at = plan.positions
     if documents is None:
@@ -128,7 +162,7 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
 
 
 def batch_error(rows: int, placed: int) -> ValueError:
-    """Return the error of documents of so many batch rows, where the plan places ``placed`` rows."""
+    """Return the error of documents of ``rows`` batch rows if the plan places ``placed`` rows."""
     return ValueError(
         f"documents has {rows} batch rows, and the plan places {placed}; pass the documents of the batch "
         "that the plan was made for"
@@ -155,7 +189,7 @@ def positions_within(documents: Any, length: int) -> Tensor:
     if intervals is None:
         raise ValueError(
             "documents: a document is not contiguous; for positions within documents, give each contiguous "
-            "piece an index of its own"
+            "piece a separate index"
         )
     return torch.arange(length) - intervals[0][:, 0]
 

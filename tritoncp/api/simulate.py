@@ -15,28 +15,28 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from tritoncp.api import plan_cache, plans, shards, trees, validate
+from tritoncp.api import plans, shards, trees
 from tritoncp.api.attention import (
     KeywordOptions,
-    Options,
     ScoreMod,
     flex_attention,
-    make_call,
-    sort_arguments,
 )
-from tritoncp.api.keywords import unexpected_keyword
-from tritoncp.api.mask_source import Sources
 from tritoncp.api.plans import MaskLike
 from tritoncp.api.trees import TreeEdges
+from tritoncp.call import autograd, plan_cache, validate
+from tritoncp.call.mask_source import Sources
+from tritoncp.call.prepare import prepare, selected_keys
+from tritoncp.call.read import Arguments, Call, sort_arguments
 from tritoncp.core.dynamo_boundary import host_only
+from tritoncp.core.suggestions import unexpected_keyword
+from tritoncp.graph import dispatch
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.ops import autograd, dispatch
-from tritoncp.ops.call import Call
 from tritoncp.planning.placement import as_movable, lengthen, take
 from tritoncp.planning.plan import Plan
+from tritoncp.selection.selection import Selection
 
 Shards = Sequence[Tensor]
 
@@ -47,6 +47,7 @@ class WorldOptions(KeywordOptions, total=False):
     enable_gqa: bool
     batch_offset: int | None
     expand: Sequence[Any] | None
+    selected: Sequence[Selection] | None
 
 
 class RankAux(NamedTuple):
@@ -68,7 +69,15 @@ class World:
     def make_plan(self, block_mask: Mapping[str, BlockMask | Mask], **options: Any) -> dict[str, Plan]: ...
     @host_only
     def make_plan(self, block_mask: Any, **options: Any) -> Plan | dict[str, Plan]:
-        """Call :func:`tritoncp.make_plan` for rank 0; ``plan.for_rank(r)`` is rank r's plan."""
+        """Call :func:`tritoncp.make_plan` for rank 0; ``plan.for_rank(r)`` is rank r's plan.
+
+        Args:
+            block_mask: mask of the whole sequence, or a dict of masks.
+            options: keyword arguments of :func:`tritoncp.make_plan`.
+
+        Returns:
+            A :class:`Plan`, or a dict of plans.
+        """
         plan: Plan | dict[str, Plan] = plans.make_plan(
             block_mask, world_size=self.world_size, rank=0, **options
         )
@@ -76,7 +85,16 @@ class World:
 
     @host_only
     def shard(self, x: Tensor, plan: MaskLike | None, **options: Any) -> list[Tensor]:
-        """Return the shards of all ranks of the global tensor ``x``, see :func:`tritoncp.shard`."""
+        """Return the shards of all ranks of a global tensor, see :func:`tritoncp.shard`.
+
+        Args:
+            x: any tensor whose dimension ``dim`` is the global sequence.
+            plan: Plan of any rank; or a mask or None, for even pieces in natural order.
+            options: keyword arguments of :func:`tritoncp.shard`.
+
+        Returns:
+            A list of shards, by rank.
+        """
         plan = self._checked(plan)
         return [
             shards.cut(x, plan.for_rank(rank) if isinstance(plan, Plan) else plan, place, **options)
@@ -89,7 +107,18 @@ class World:
         batch_dim: int | None = 0,
     ) -> Tensor:  # fmt: skip
         """Gather the shards of all ranks into the global tensor, see :func:`tritoncp.unshard`.
-        Differentiable."""
+        Differentiable.
+
+        Args:
+            xs: shards by rank.
+            plan: Plan of any rank; or a mask or None, for even pieces in natural order.
+            dim: dimension that is sharded.
+            side: "q", or "kv" if the plan places queries and keys differently.
+            batch_dim: batch dimension, needed if the plan places batch rows differently; None: there is none.
+
+        Returns:
+            The global tensor.
+        """
         plan = self._checked(plan)
         self._count(xs)
         for x in xs:
@@ -104,7 +133,15 @@ class World:
 
     @host_only
     def positions(self, plan: Plan, documents: Tensor | MaskMod | None = None) -> list[Tensor]:
-        """Return the global positions of all ranks' tokens, see :func:`tritoncp.positions`."""
+        """Return the global positions of all ranks' tokens, see :func:`tritoncp.positions`.
+
+        Args:
+            plan: Plan of any rank.
+            documents: see :func:`tritoncp.positions`.
+
+        Returns:
+            A list of int64 [B or 1, S_local], by rank.
+        """
         self._check(plan)
         return [shards.positions(plan.for_rank(rank), documents) for rank in range(self.world_size)]
 
@@ -112,7 +149,17 @@ class World:
     def tree_edges(
         self, plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = None
     ) -> list[TreeEdges]:
-        """Return the edges of all ranks' parts of a prefix tree, see :func:`tritoncp.tree_edges`."""
+        """Return the edges of all ranks' parts of a prefix tree, see :func:`tritoncp.tree_edges`.
+
+        Args:
+            plan: Plan of any rank.
+            tree: mask of the prefix tree.
+            tokens: ids of the whole buffer, integers [N] or [B, N].
+            weights: weight of each token as a label, floats [N] or [B, N]; None: 1.
+
+        Returns:
+            A list of TreeEdges, by rank.
+        """
         self._check(plan)
         return [
             trees.tree_edges(plan.for_rank(rank), tree, tokens, weights) for rank in range(self.world_size)
@@ -139,11 +186,8 @@ class World:
         self, queries: Shards, keys: Shards, values: Shards | None,
         score_mod: ScoreMod = None, block_mask: MaskLike | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Run :func:`tritoncp.flex_attention` on all ranks: arguments and results are lists of shards.
-
-        A Plan may be any rank's; with a raw mask, shards are in natural order. options: the arguments from
-        ``scale`` on but ``mesh`` and ``positions``, by name. Returns outs, ``(outs, lses)`` with
-        ``return_lse``, or ``(outs, RankAux)`` with ``return_aux``.
+        """Run :func:`tritoncp.flex_attention` on all ranks: arguments and results are lists of shards, and so
+        is ``selected``.
 
         >>> from tritoncp import causal, create_block_mask, simulate
         >>> world = simulate(2)
@@ -151,6 +195,19 @@ class World:
         >>> x = world.shard(torch.randn(1, 2, 512, 16), plan, dim=2)
         >>> [out.shape for out in world.flex_attention(x, x, x, plan)]
         [torch.Size([1, 2, 256, 16]), torch.Size([1, 2, 256, 16])]
+
+        Args:
+            queries: [B, Hq, S_local, D] of each rank.
+            keys: [B, Hkv, S_local, D] of each rank.
+            values: [B, Hkv, S_local, E] of each rank; None with ``expand``.
+            score_mod: function (score, b, h, q_idx, kv_idx) that returns the changed score, or None.
+            block_mask: mask, or Plan of any rank; with a mask, shards are in natural order. None sees all
+                keys.
+            options: keyword arguments of :func:`tritoncp.flex_attention` from ``scale`` on, but not ``mesh``
+                and ``positions``.
+
+        Returns:
+            outs; ``(outs, lses)`` with ``return_lse``; ``(outs, RankAux)`` with ``return_aux``.
         """
         dispatch.refuse_transforms()
         if (wrong := unexpected_keyword(flex_attention, options)) is not None:
@@ -165,41 +222,48 @@ class World:
         if isinstance(mask, Plan):
             self._check(mask)
             mask.check_sources()
-        call_options = Options(positions=None, **options)
-        checked = [call_options.with_expansion(*shard) for shard in zip(queries, keys, values)]
-        call_options, values = checked[0][0], [value for _, value in checked]
-        for shard in zip(queries, keys, values):
-            call_options.check(*shard)
-        plan = self._shared_plan(mask, queries, keys, call_options)
+        selections = options.pop("selected", None)
+        chosen = [None] * self.world_size if selections is None else selections
+        self._count(chosen)
+        passed = [
+            Arguments(query, key, value, score_mod, selected=one, **options)
+            for query, key, value, one in zip(queries, keys, values, chosen)
+        ]
+        passed = list(map(validate.check_arguments, passed))
+        plan = self._shared_plan(mask, passed)
         validate.check_order(plan)
-        keys, values = zip(*map(validate.shared_batch, queries, keys, values))
-        call = make_call(queries[0], plan, score_mod, None, call_options)
+        passed = list(map(validate.shared_batch, passed))
+        first = passed[0]
+        call = prepare(first, plan)
         calls = [call._replace(plan=call.plan.for_rank(rank)) for rank in range(self.world_size)]
-        shards = list(zip(queries, keys, values, strict=True))
-        if dispatch.is_traced(queries[0]):  # shapes alone, for which nothing is sent
+        if selections is not None:
+            calls = [
+                one._replace(selected=selected_keys(arguments, one.plan))
+                for one, arguments in zip(calls, passed)
+            ]
+        shards = [one[:3] for one in passed]
+        if dispatch.is_traced(first.query):  # only shapes are computed, and nothing is sent
             parts = [_trace_call(call, *shard) for call, shard in zip(calls, shards, strict=True)]
         else:
-            flat = autograd.forward(calls, [x for shard in shards for x in shard])
+            flat = autograd.attend(calls, [x for shard in shards for x in shard])
             width = len(flat) // self.world_size
             parts = [flat[i : i + width] for i in range(0, len(flat), width)]
-        results = [call_options.results(one) for one in parts]
-        if call_options.return_aux is not None:
+        results = [first.results(one) for one in parts]
+        if first.return_aux is not None:
             outs, fields = [out for out, _ in results], zip(*[aux for _, aux in results])
             return outs, RankAux(*[None if field[0] is None else list(field) for field in fields])
-        if call_options.return_lse:
+        if first.return_lse:
             return [out for out, _ in results], [lse for _, lse in results]
         return results
 
-    def _shared_plan(
-        self, mask: Any, queries: Sequence[Tensor], keys: Sequence[Tensor], options: Options
-    ) -> Plan:
+    def _shared_plan(self, mask: Any, passed: Sequence[Arguments]) -> Plan:
         """Return the plan of a call, checked against the shards of all ranks."""
-        rows, batch_offset = queries[0].shape[0], options.batch_offset
-        sizes = [validate.ShardSizes.of(q, k, options.expand) for q, k in zip(queries, keys)]
+        rows, batch_offset = passed[0].query.shape[0], passed[0].batch_offset
+        sizes = [validate.ShardSizes.of(one.query, one.key, one.expand) for one in passed]
         batch = rows if batch_offset is None else validate.whole_batch(mask, rows, batch_offset)
         plan = mask
         if not isinstance(mask, Plan):
-            lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
+            lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in zip(*[one[:2] for one in passed]))
             whole = sizes[0]._replace(batch=batch)
             plan = plan_cache.plan_in_order(Sources.of(mask), whole, lengths, kv_lengths)
         plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)
@@ -225,7 +289,7 @@ class World:
         if plan.world_size != self.world_size:
             raise ValueError(f"the plan is for {plan.world_size} ranks, this world has {self.world_size}")
 
-    def _count(self, xs: Sequence[Tensor]) -> None:
+    def _count(self, xs: Sequence[Any]) -> None:
         if len(xs) != self.world_size:
             raise ValueError(
                 f"got a list of {len(xs)} shards; {self.world_size} are needed, one for each rank"
@@ -243,11 +307,23 @@ def _trace_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]
 
 
 def simulate(world_size: int) -> World:
-    """Make a world of ``world_size`` ranks in this process, on one device.
+    """Make a world of simulated ranks in this process, on one device.
 
-    >>> from tritoncp import simulate
-    >>> simulate(8)
-    World(world_size=8)
+    >>> from tritoncp import causal, create_block_mask, simulate
+    >>> world = simulate(8)
+    >>> plan = world.make_plan(create_block_mask(causal(), 1, 1, 1024, 1024))
+    >>> [shard.shape for shard in world.shard(torch.randn(1, 2, 1024, 16), plan, dim=2)][:2]
+    [torch.Size([1, 2, 128, 16]), torch.Size([1, 2, 128, 16])]
+
+    Args:
+        world_size: number of ranks.
+
+    Returns:
+        A :class:`World`, whose methods take and return lists of shards.
+
+    Raises:
+        ValueError: for fewer than one rank.
+        TypeError: for a number that is not an int.
     """
     if not isinstance(world_size, Integral):
         raise TypeError(f"world_size={world_size!r} is a {type(world_size).__name__}; an int is needed")

@@ -20,15 +20,16 @@ from tritoncp.masks.prefix_tree import Tree, as_host_tensor
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.shifts import token_ancestors
 
-NUMBERS = "a list of numbers or a tensor [tokens]"  # what a trajectory is, and its weights
+NUMBERS = "a list of numbers or a tensor [tokens]"  # the type of a trajectory, and of its weights
 
 
 class TreeEdges(NamedTuple):
     """Rows and labels for the loss of one rank: an edge joins a token to a token that follows it on a path.
 
     ``(logits.logsumexp(-1)[rows] - logits[rows, labels]) * weights``, summed over edges and ranks, is the
-    loss; logits: [S_local, vocabulary], or [B * S_local, vocabulary]. Every rank has as many edges as the
-    rank with the most, or none if it holds no rows. Padding comes last: row, label and weight 0, target -1.
+    loss; logits: [S_local, vocabulary], or [B * S_local, vocabulary]. Every rank has the same number of
+    edges, the max over ranks, or none if it has no rows. Padding comes last: row, label and weight 0, target
+    -1.
     """
 
     rows: Tensor  # int64 [E]: local row b * S_local + i of the edge's source
@@ -41,21 +42,29 @@ class TreeEdges(NamedTuple):
 def tree_edges(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = None) -> TreeEdges:
     """Return rows and labels for the loss of this rank's part of a prefix tree, without communication.
 
-    Every token but the first of a root is the label of the token before it on its path: an edge, which is
-    on the rank that holds its source. A token with several children has several labels.
-
-    plan: of a mask of the whole buffer; ``plan.for_rank(r)`` for another rank's edges.
-    tokens: ids of the whole buffer, integers [N] or [B, N]. The results are on their device.
-    weights: weight of each token as a label, floats [N] or [B, N]; None: 1. With the sum of a token's weights
-    in all trajectories (``PackedTree.weights``), a loss that is linear in log-probabilities equals that of
-    the trajectories. Raises ValueError where tokens, weights, tree and plan differ in length or batch rows,
-    and TypeError for arguments of another type, and for tokens that are not integers.
-
     >>> from tritoncp import create_block_mask, make_plan, tree
     >>> answers = tree([-1, 0, 0], [2, 1, 2])       # a prompt of 2 tokens with answers of 1 and 2
     >>> plan = make_plan(create_block_mask(answers, 1, 1, 5, 5, BLOCK_SIZE=2), world_size=2, balancer=None)
     >>> [tree_edges(plan.for_rank(r), answers, torch.arange(10, 15))[:2] for r in (0, 1)]
     [(tensor([0, 1, 1]), tensor([11, 12, 13])), (tensor([0, 0, 0]), tensor([14,  0,  0]))]
+
+    Every token but the first of a root is the label of the token before it on its path. This pair is an edge,
+    which is on the rank of the earlier token. A token with several children has several labels.
+
+    Args:
+        plan: plan of a mask of the whole buffer; ``plan.for_rank(r)`` for another rank's edges.
+        tree: mask of the prefix tree, ``tritoncp.tree(parent, lengths)``.
+        tokens: ids of the whole buffer, integers [N] or [B, N]. The results are on their device.
+        weights: weight of each token as a label, floats [N] or [B, N]; None: 1. With the sum of a token's
+            weights in all trajectories (``PackedTree.weights``), a loss that is linear in log-probabilities
+            equals the loss of the trajectories.
+
+    Returns:
+        A :class:`TreeEdges`: (rows, labels, weights, targets).
+
+    Raises:
+        ValueError: if tokens, weights, tree and plan differ in length or batch rows.
+        TypeError: for arguments of another type, and for tokens that are not integers.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}; a Plan is needed: make_plan(block_mask, mesh)")
@@ -148,13 +157,6 @@ def pack_trajectories(
 ) -> PackedTree:
     """Pack trajectories into a prefix tree, which stores common prefixes once.
 
-    trajectories: token ids of each, a list or an integer tensor [L_j] on any device; they may be equal,
-    empty, or a prefix of another. weights: floats [L_j] for each, the weight of each token as a label, for
-    example 0 for prompts; None: 1. Results are on the CPU, and equal on all ranks for equal arguments.
-    Raises ValueError for trajectories that are not integers [L_j], for weights of other lengths or that
-    require grad, and if there is no token; TypeError for trajectories or weights that are not lists of
-    numbers or tensors.
-
     >>> packed = pack_trajectories([[7, 8, 1], [7, 8, 2, 3], [7, 8, 1]])
     >>> packed.tokens.tolist(), packed.weights.tolist()
     ([7, 8, 1, 2, 3], [3.0, 3.0, 2.0, 1.0, 1.0])
@@ -162,6 +164,21 @@ def pack_trajectories(
     ([-1, 0, 0], [2, 1, 2])
     >>> [values.tolist() for values in packed.unpack(packed.tokens)]
     [[7, 8, 1], [7, 8, 2, 3], [7, 8, 1]]
+    >>> pack_trajectories([[7, 8, 1], [7, 8, 2]], [[0, 0, 1], [0, 0, 1]]).weights.tolist()  # 0 for prompts
+    [0.0, 0.0, 1.0, 1.0]
+
+    Args:
+        trajectories: token ids of each, a list or an integer tensor [L_j] on any device; they may be equal,
+            empty, or a prefix of another.
+        weights: floats [L_j] for each, the weight of each token as a label; None: 1.
+
+    Returns:
+        A :class:`PackedTree` on the CPU, equal on all ranks for equal arguments.
+
+    Raises:
+        ValueError: for trajectories that are not integers [L_j], for weights of other lengths or that require
+            grad, and if there is no token.
+        TypeError: for trajectories or weights that are not lists of numbers or tensors.
     """
     _check_lists("trajectories", trajectories)
     sequences = [_token_ids(j, x) for j, x in enumerate(trajectories)]

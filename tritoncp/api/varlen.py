@@ -13,16 +13,17 @@ from torch.utils._pytree import tree_map_only
 
 from tritoncp.api.attention import KeywordOptions, flex_attention
 from tritoncp.api.group_call import group_call
-from tritoncp.api.validate import check_mesh
+from tritoncp.call.validate import check_mesh
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import host, to_host
 from tritoncp.distributed import groups
 from tritoncp.distributed.groups import Mesh
+from tritoncp.graph.reshard import Reshard
+from tritoncp.graph.row_moves import move_rows
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.varlen import Documents, Varlen, varlen
-from tritoncp.ops.reshard import Reshard, move_rows
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
 
@@ -70,31 +71,46 @@ def varlen_attention(
     score_mod: Callable[..., Tensor] | None = None,
     **options: Any,
 ) -> Any:
-    """Attention within packed documents (variable length, THD layout), sharded over ``mesh``.
+    """Compute attention within packed documents (variable length, THD layout), sharded over ``mesh``.
 
-    q: [t, Hq, D]; k: [t_kv, Hkv, D]; v: [t_kv, Hkv, E]: this rank's shard of the packed buffers; Hq a
-    multiple of Hkv. The other arguments are of the whole buffer, and equal on all ranks: see
-    :func:`tritoncp.varlen_mask` for ``cu_seqlens_*``, ``causal`` and ``window``, and
-    :func:`tritoncp.flex_attention` for score_mod, which gets positions in the buffer, and the options: scale,
-    sinks, return_lse, return_aux and kernel_options.
-    Rank r holds the r-th piece of the buffer, of any length; a document may extend over several ranks. To
-    balance the work, make a plan, ``make_plan(varlen_mask(...), mesh)``, shard with ``shard(x, plan, dim=0,
-    batch_dim=None)``, and pass the plan in place of ``cu_seqlens_q``; it contains ``causal`` and all other
-    properties of the documents. (A mask in this place: pieces in order.)
-
-    Returns out [t, Hq, E]; with ``return_lse`` or ``return_aux`` also lse and max_scores, float32 [t, Hq]
-    (``max_scores.amax(0)`` is the max_logit of each head). Padding is never read: its out and gradients are
-    0, its lse and max_scores -inf (lse is the sink, if there are sinks). The same holds for queries of a
-    document without keys.
-
-    cu_seqlens on a device are copied to the host once, when the plan is made; a call with the same tensors,
-    unedited, does not synchronise. Raises TypeError and ValueError as :func:`tritoncp.varlen_mask`, and where
-    cu_seqlens do not cover every row of the buffer.
-
-    >>> x = torch.randn(8, 2, 16)
+    >>> x = torch.randn(8, 2, 16)                           # documents of 3 and 5 tokens
     >>> out = varlen_attention(x, x, x, torch.tensor([0, 3, 8]), causal=True)
     >>> torch.allclose(out[3:], varlen_attention(x[3:], x[3:], x[3:], torch.tensor([0, 5]), causal=True))
     True
+    >>> near = varlen_attention(x, x, x, torch.tensor([0, 3, 8]), causal=True, window=(1, 0))
+    >>> out, lse = varlen_attention(x, x, x, torch.tensor([0, 3, 8]), causal=False, return_lse=True)
+    >>> lse.shape
+    torch.Size([8, 2])
+
+    Rank r has the r-th piece of the buffer, of any length; a document may extend over several ranks. To
+    balance the work, make a plan, ``make_plan(varlen_mask(...), mesh)``, shard with ``shard(x, plan, dim=0,
+    batch_dim=None)``, and pass the plan as ``cu_seqlens_q``. Padding is never read: its out and gradients are
+    0, its lse and max_scores -inf (lse is the sink, if there are sinks). The same holds for queries of a
+    document without keys. A copy of cu_seqlens from a device to the host is made once, when the plan is made;
+    a call with the same tensors, unedited, does not synchronise.
+
+    Args:
+        q: [t, Hq, D], this rank's shard of the packed queries; Hq is a multiple of Hkv.
+        k: [t_kv, Hkv, D], this rank's shard of the packed keys.
+        v: [t_kv, Hkv, E], this rank's shard of the packed values.
+        cu_seqlens_q: number of tokens before each document of the whole buffer, [n + 1]; or a Plan, which
+            contains ``causal`` and all other properties of the documents; or a mask, for pieces in order.
+        cu_seqlens_kv: the same of keys; None: equal to ``cu_seqlens_q``.
+        mesh: DeviceMesh or process group of the ranks that share the buffer; None: one device.
+        causal: hide the keys after a query, see :func:`tritoncp.varlen_mask`. Needed without a plan or mask.
+        window: (left, right), see :func:`tritoncp.varlen_mask`.
+        cu_seqlens_q_padded: see :func:`tritoncp.varlen_mask`.
+        cu_seqlens_kv_padded: see :func:`tritoncp.varlen_mask`.
+        score_mod: function (score, b, h, q_idx, kv_idx) that gets positions in the buffer; None: none.
+        options: scale, sinks, return_lse, return_aux and kernel_options of :func:`tritoncp.flex_attention`.
+
+    Returns:
+        out [t, Hq, E]; with ``return_lse`` or ``return_aux`` also lse and max_scores, float32 [t, Hq]
+        (``max_scores.amax(0)`` is the max_logit of each head).
+
+    Raises:
+        TypeError, ValueError: the errors of :func:`tritoncp.varlen_mask`; for cu_seqlens that do not cover
+            every row of the buffer; for arguments that a plan or mask already contains.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:
@@ -146,18 +162,29 @@ def dual_chunk_to_contiguous(
 ) -> Tensor:
     """Convert shards from the load-balanced order of TransformerEngine and Megatron to contiguous pieces.
 
-    In that order every document is cut into 2 W chunks of equal length, and rank r of W holds chunks r and
-    2 W - 1 - r of each document. cu_seqlens: [n + 1], of the buffer's rows (with padding, the padded ones);
-    x: any tensor with the shard's rows along ``dim``. With a mesh, x is this rank's shard and the result its
-    piece of the buffer; one all-to-all sends exactly the rows that change ranks, and all ranks call it.
-    Without a mesh, x is the concatenation of the shards of ``world_size`` ranks, and the result the whole
-    buffer in order. Differentiable.
-
-    Raises ValueError for a document whose length 2 W does not divide.
-
     >>> shards = torch.tensor([0, 3, 4, 5, 10, 11, 1, 2, 6, 7, 8, 9])  # rank 0's, then rank 1's
     >>> dual_chunk_to_contiguous(shards, torch.tensor([0, 4, 12]), world_size=2)
     tensor([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11])
+
+    In that order every document is cut into 2 W chunks of equal length, and rank r of W has chunks r and 2 W
+    - 1 - r of each document. With a mesh all ranks call this, and one all-to-all sends exactly the rows that
+    change ranks. Differentiable.
+
+    Args:
+        x: with a mesh, this rank's shard, any tensor with the shard's rows along ``dim``; without a mesh, the
+            concatenation of the shards of ``world_size`` ranks.
+        cu_seqlens: number of rows of the buffer before each document, [n + 1] (with padding, the padded
+            ones).
+        mesh: DeviceMesh or process group of the ranks.
+        world_size: number of ranks, without a mesh.
+        dim: dimension of x that is sharded.
+
+    Returns:
+        With a mesh, this rank's piece of the buffer; without, the whole buffer in order.
+
+    Raises:
+        ValueError: for a document whose length is not a multiple of 2 W, and unless exactly one of ``mesh``
+            and ``world_size`` is given.
     """
     return _reorder(x, cu_seqlens, mesh, world_size, dim, to_dual=False)
 
@@ -171,6 +198,20 @@ def contiguous_to_dual_chunk(
 
     >>> contiguous_to_dual_chunk(torch.arange(12), torch.tensor([0, 4, 12]), world_size=2)
     tensor([ 0,  3,  4,  5, 10, 11,  1,  2,  6,  7,  8,  9])
+
+    Args:
+        x: with a mesh, this rank's piece of the buffer; without a mesh, the whole buffer.
+        cu_seqlens: number of rows of the buffer before each document, [n + 1] (with padding, the padded
+            ones).
+        mesh: DeviceMesh or process group of the ranks.
+        world_size: number of ranks, without a mesh.
+        dim: dimension of x that is sharded.
+
+    Returns:
+        With a mesh, this rank's shard in load-balanced order; without, the concatenation of all shards.
+
+    Raises:
+        ValueError: as :func:`dual_chunk_to_contiguous`.
     """
     return _reorder(x, cu_seqlens, mesh, world_size, dim, to_dual=True)
 
@@ -203,7 +244,7 @@ _PLACEMENTS = TensorCache(64)
 
 def _cached_placement(cu_seqlens: Tensor, world: int, is_merged: bool) -> tuple[Placement, Tensor]:
     """Return the placement of dual-chunk order and its handle, cached by tensor object and version; a miss
-    copies cu_seqlens to the host. is_merged: one process holds all ranks' shards."""
+    copies cu_seqlens to the host. is_merged: one process has all ranks' shards."""
     key = id(cu_seqlens), world, is_merged
     cached: tuple[Placement, Tensor] | None = _PLACEMENTS.find(key, [cu_seqlens])
     if cached is None:
@@ -217,7 +258,7 @@ def _cached_placement(cu_seqlens: Tensor, world: int, is_merged: bool) -> tuple[
 
 def dual_chunk_placement(cu_seqlens: Tensor, world: int) -> Placement:
     """Place the rows of a packed buffer in dual-chunk order: every document is cut into 2 W chunks; rank r
-    holds chunks r and 2 W - 1 - r.
+    has chunks r and 2 W - 1 - r.
 
     >>> placement = dual_chunk_placement(torch.tensor([0, 4, 12]), 2)
     >>> [placement.positions(rank).tolist() for rank in (0, 1)]

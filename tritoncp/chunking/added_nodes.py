@@ -22,9 +22,11 @@ aten = torch.ops.aten
 class AddedNodes:
     """Adds nodes to the end of a graph.
 
-    source: node of the size that is cut. order: nodes of the rewritten graph so far. added: those of them
-    that are new. cache: nodes that several steps share, by what they are. dense: nodes whose memory has no
-    gaps, unlike that of the value they stand for.
+    source: node of the size that is cut
+    order:  nodes of the rewritten graph so far
+    added:  the new nodes among them
+    cache:  nodes that several steps share, by key
+    dense:  nodes whose memory has no gaps, in contrast to the value that they replace
     """
 
     source: Node
@@ -59,8 +61,7 @@ class AddedNodes:
         return node
 
     def evaluate(self, node: Node, guards: bool = False) -> Any:
-        """Run a call on the fake values of its arguments. Without guards, torch takes what it checks then for
-        checked later, too."""
+        """Run a call on the fake values of its arguments, without guards."""
         target: Any = node.target
         args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
         with self.sizes.fake_mode, nullcontext() if guards else self.sizes.env.suppress_guards():
@@ -109,7 +110,7 @@ class AddedNodes:
         """Copy a piece of a value to contiguous memory, in the memory order of the whole: later views, valid
         for the whole, may be invalid for a piece with gaps.
 
-        value: that of the piece if the whole were cut in memory
+        value: fake value of the piece, as a view of the whole
         """
         if self.memory_order(value)[0] == dim and 0 not in value.stride():
             return piece
@@ -153,15 +154,16 @@ class AddedNodes:
         stage: dict[str, Any],
         make: Callable[[list[Node], Tensor], Node],
     ) -> Node:
-        """Call ``make`` on nodes of value's shape; for [B, 1, S, D], on views without dimension 1: inductor
-        would treat that as channels-last and sort its strides, which fails for unbacked sizes."""
+        """Call ``make`` on nodes of value's shape. For [B, 1, S, D] pass views without dimension 1: inductor
+        would treat them as channels-last and sort their strides, which fails for unbacked sizes."""
         if value.ndim < 4 or expression(value.shape[1]) != 1:
             return make(nodes, value)
         squeezed = [self.add_call(aten.squeeze.dim, (node, 1), stage) for node in nodes]
         return self.add_call(aten.unsqueeze.default, (make(squeezed, value.squeeze(1)), 1), stage, value)
 
     def compute_strides(self) -> None:
-        """Compute the metadata of views of dense nodes again, with guards, as they are the user's."""
+        """Compute the metadata of views of dense nodes again. Guards are allowed, since these views are the
+        user's."""
         for node in self.order:
             source = node.args[0] if node.args else None
             is_view = node.target is operator.getitem or getattr(node.target, "is_view", False)
@@ -193,8 +195,8 @@ class AddedNodes:
         return self.add_dense(aten.cat.default, (turned, order.index(dim)), value, order, stage)
 
     def add_up(self, nodes: list[Node], value: Tensor, stage: dict[str, Any]) -> Node:
-        """Add the sum of nodes, from the first to the last. (torch cannot tell that sizes of a last chunk are
-        not negative, and does not run the sum.)"""
+        """Add the sum of nodes, from the first to the last. (The sum is not run on fake values: torch cannot
+        tell that sizes of a last chunk are not negative.)"""
         total = nodes[0]
         for node in nodes[1:]:
             total = self.add_call(aten.add.Tensor, (total, node), stage, value)

@@ -34,8 +34,8 @@ from tritoncp.core.log_lines import area_logger
 log = area_logger("chunking")
 aten = torch.ops.aten
 
-# Operators that compute along a dimension, from other rows where it is the one that is cut. (Sorts are not
-# among them, as of experts' tokens; sums are seen by what becomes of them.)
+# Operators that compute along a dimension: if that is the cut one, from other rows. Sorts are left out, since
+# experts sort tokens; sums are judged by the use of their results.
 ALONG = {
     *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "topk", "kthvalue", "median", "roll", "flip"),
     *("_softmax", "_log_softmax", "logsumexp"),
@@ -65,13 +65,13 @@ def is_size(node: Node) -> bool:
 
 
 def operator_of(node: Node) -> str:
-    """Return the name of an operator, for a part of a decomposed one the name of that."""
+    """Return the name of an operator; for a part of a decomposed operator, the name of the latter."""
     return getattr(node.meta.get("original_aten"), "_opname", "") or op_name(node).partition("::")[2]
 
 
 def dims_along(node: Node) -> set[int]:
-    """Return the dimensions of its first argument along which an operator computes, for those of ALONG and
-    convolutions. A decomposed operator has those of its reductions."""
+    """Return the dimensions of the first argument along which an operator computes, for operators in ALONG
+    and convolutions. For a decomposed operator these are the dimensions of its reductions."""
     source = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
     if not isinstance(source, Tensor) or not source.ndim:
         return set()
@@ -103,9 +103,9 @@ class Cut:
     """The nodes of a graph by their role in chunking.
 
     inside:  node -> region, for nodes in a region
-    copied:  nodes of which each chunk has a copy
-    chained: mutated input -> node of its new value, if a region computes that
-    joined:  copied node with users outside -> how its chunks become one value: "cat", "sum" or "chain"
+    copied:  nodes that are copied for each chunk
+    chained: mutated input -> node of its new value, if a region computes the value
+    joined:  copied node with users outside -> how its chunks are joined: "cat", "sum" or "chain"
     """
 
     def __init__(self, graph: Graph, region: str, dim: str, chunks: int, repeat: bool) -> None:
@@ -156,7 +156,7 @@ class Cut:
             yield value, descriptor
 
     def _new_values(self) -> dict[Node, Node]:
-        """Return {mutated input: node of its new value} where a region computes the new value."""
+        """Return {mutated input: node of its new value} for the new values that a region computes."""
         inputs = {
             x.meta["desc"]: x
             for x in self.graph.nodes
@@ -180,7 +180,7 @@ class Cut:
         return is_size(node) and free_symbols(node.meta["val"]) <= self.pure_symbols
 
     def _is_size_check(self, node: Node) -> bool:
-        """Return whether a node asserts something about input sizes, so that it is true of the whole only."""
+        """Return whether a node asserts something about input sizes, which is true for the whole only."""
         return op_name(node) == "aten::_assert_scalar" and all(map(self.is_pure_size, node.all_input_nodes))
 
     def carries(self, node: Node) -> bool:
@@ -207,8 +207,9 @@ class Cut:
         return copied
 
     def _warn_of_first_rows(self) -> None:
-        """Warn about tensors made from the sequence length inside a region, as torch.arange(S): every chunk
-        gets their first rows, not the rows of its place, as in :class:`tritoncp.chunking.Eager`."""
+        """Warn about tensors made from the sequence length inside a region, such as torch.arange(S): every
+        chunk gets the first rows, not the rows at its place. :class:`tritoncp.chunking.Eager` does the
+        same."""
         for node in self.graph.nodes:
             name, value, inputs = op_name(node), node.meta.get("val"), node.all_input_nodes
             if self.dim != "seq" or node not in self.copied or name not in COUNTS | SLICES:
@@ -220,13 +221,13 @@ class Cut:
             if name in SLICES or any(expression(size) == self.sizes.whole for size in value.shape):
                 warn_caller(
                     f"{describe_node(node)} makes rows from the sequence length in a region: each chunk gets "
-                    "the first ones, not those of its place. If these are positions or rotary tables, make "
-                    "them outside of the region and pass them in"
+                    "the first ones, not the ones at its place. If these are positions or rotary tables, "
+                    "make them outside of the region and pass them in"
                 )
 
     def _warn_of_mixed_rows(self) -> None:
-        """Warn, once for each operator, of what has other rows along the sequence in a region: a chunk has
-        its rows alone."""
+        """Warn, once for each operator, about operators that mix rows along the sequence in a region: a chunk
+        sees only its rows."""
         warned: set[str] = set()
         for node, meets_rows in self._mixed_rows():
             name = operator_of(node)
@@ -235,16 +236,17 @@ class Cut:
             warned.add(name)
             warn_caller(
                 f"{describe_node(node)} is {name.strip('_')} along the sequence in a region"
-                f"{', and its result meets the rows again' if meets_rows else ''}: it has the rows of a "
-                "chunk alone, so that results are not those of the whole. Move it out of the region, or pass "
+                f"{', and its result meets the rows again' if meets_rows else ''}: it has only the rows of a "
+                "chunk, so that results differ from the whole. Move it out of the region, or pass "
                 'dim="batch"'
             )
 
     def _mixed_rows(self) -> Iterator[tuple[Node, bool]]:
-        """Yield (node, False) for recurrences, convolutions and others along the sequence, and (node, True)
-        for those of a total that meets rows again, as a mean that is subtracted. A total that leaves the
-        region is another matter, and so are integers, as counts of experts' tokens."""
-        totals: dict[Node, Node] = {}  # value without rows -> node that made it, from rows
+        """Yield (node, False) for recurrences, convolutions and other operators along the sequence, and
+        (node, True) for a total over rows that is combined with rows again, such as a mean that is
+        subtracted. Totals that leave the region, and integers such as counts of experts' tokens, are not
+        yielded."""
+        totals: dict[Node, Node] = {}  # value without rows -> node that computed it from rows
         for node in self.graph.nodes:
             if self.dim != "seq" or node not in self.copied or is_backward(node):
                 continue
@@ -277,8 +279,8 @@ class Cut:
         return any(self._reads_whole(user, node) for user in node.users)
 
     def _reads_whole(self, user: Node, node: Node) -> bool:
-        """Return whether a user reads the whole value of a copied node: a user outside, or a mod's
-        capture."""
+        """Return whether a user reads the whole value of a copied node: it is outside, or captures the value
+        in a mod."""
         if self.is_whole_size(user):
             return False
         return user not in self.copied or node in attention.whole_inputs(user)
@@ -322,8 +324,8 @@ class Cut:
         )
 
     def _reaches_gradients_alone(self, node: Node) -> bool:
-        """Return whether all outputs that depend on a node are gradients of inputs: by their descriptors, or
-        without these, nodes of the backward pass."""
+        """Return whether all outputs that depend on a node are gradients of inputs: by their descriptors, or,
+        without descriptors, because they are nodes of the backward pass."""
         described = any(descriptor for _, descriptor in self.outputs)
         is_gradient: dict[Node, bool] = {}
         for value, descriptor in self.outputs:
@@ -367,9 +369,7 @@ class Cut:
         if any(part in name for part in TORCH_ATTENTION) and self.dim == "seq":
             return "is torch's attention, whose chunks need all keys: call tritoncp.flex_attention"
         if self._is_random(node):
-            return (
-                "draws random numbers, which would differ from those of the whole: move it out of the region"
-            )
+            return "draws random numbers, which would differ from the whole: move it out of the region"
         if "c10d" in name and self.dim == "seq" and self.carries(node):
             if name in GATHERS and any(map(attention.is_attention, self.inside)):
                 return (
@@ -384,7 +384,7 @@ class Cut:
         return ""
 
     def _is_random(self, node: Node) -> bool:
-        """Return whether an op draws random numbers: it is tagged so, and its dropout is not 0."""
+        """Return whether an op draws random numbers: it has torch's tag, and its dropout is not 0."""
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             return False
         arguments = enumerate(node.target._schema.arguments)  # type: ignore[union-attr] # it is an op

@@ -1,4 +1,4 @@
-"""Chunks of tritoncp's attention: which arguments are cut, and how many chunks of keys each chunk of queries
+"""Chunks of tritoncp's attention: the arguments that are cut, and how many chunks of keys a chunk of queries
 reads."""
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from tritoncp.api.dynamo import batch_rows_op, block_mask_op, part_op, plan_op, view_op
+from tritoncp.call.autograd import backward_op, forward_op
+from tritoncp.call.traced import plan_op
 from tritoncp.chunking import torch_attention
 from tritoncp.chunking.regions import op_name
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.chunking.sizes import hint_of
 from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.handles import object_of
-from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.distributed.schedules import shared_keys
-from tritoncp.ops.autograd import backward_op, forward_op
-from tritoncp.ops.call import decode_spec
+from tritoncp.graph.handle_ops import batch_rows_op, block_mask_op, part_op, view_op
+from tritoncp.graph.spec import decode_spec
+from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.plan import Plan
 
 # Indices of the arguments of the two ops: query, key, value, captures, numbers, plan.
 FORWARD = {"q": 0, "k": 1, "v": 2, "captures": 3, "ints": 4, "plan": 6, "spec": 7}
-HANDLE = '"h"'  # the structure of a tritoncp::plan node whose only tensor is the handle of a plan or mask
+HANDLE = '"h"'  # structure of a tritoncp::plan node whose only tensor is the handle of a plan or mask
 COPIES = {f"aten::{name}" for name in ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy")}
 BACKWARD = {"q": 2, "k": 3, "v": 4, "captures": 7, "ints": 8, "plan": 10, "spec": 11}
 
@@ -69,6 +70,8 @@ def whole_inputs(node: Node) -> set[Node]:
 def fault(node: Node, cut: Any) -> str:
     """Return why an attention node cannot be cut, "" if it can."""
     spec = decode_spec(argument(node, "spec"))
+    if spec.selected is not None:
+        return "has selected=, whose rows are those of whole queries: keep it outside of chunks"
     if spec.sizes is not None:
         return "has expand=, and each chunk would compute keys and values again: expand before the call"
     if dict(spec.options).get("invariant"):
@@ -86,8 +89,8 @@ def fault(node: Node, cut: Any) -> str:
 
 
 def fault_of_inputs(cut: Any, keys: Iterable[Node], learned: Any) -> str:
-    """Return why an attention with these keys, and these values of captures that require grad, cannot be cut,
-    "" if it can."""
+    """Return why an attention with these keys, and these captures that require grad, cannot be cut; "" if it
+    can."""
     if cut.sizes.holds(learned):
         return (
             "has a capture that has the size that is cut and requires grad: detach it, or cut the other dim"
@@ -98,8 +101,8 @@ def fault_of_inputs(cut: Any, keys: Iterable[Node], learned: Any) -> str:
 
 
 def shares_keys(node: Node, cut: Any) -> bool:
-    """Return whether the chunks of an attention can share one exchange of keys between ranks: they are chunks
-    of the sequence, and the plan, if known from the graph, has a schedule that sends keys unchanged."""
+    """Return whether the chunks of an attention can share one exchange of keys between ranks: the sequence is
+    cut, and the plan, if the graph shows it, has a schedule that sends keys unchanged."""
     if cut.dim != "seq" or cut.repeat or not all(map(cut.carries, keys_of(node))):
         return False
     plan = plan_between_ranks(node)
@@ -124,10 +127,10 @@ def item_of(node: Node) -> tuple[Node, int] | None:
 
 
 class Keys:
-    """How many chunks of keys each chunk of queries reads: the first ones, up to the last that it sees.
+    """How many chunks of keys each chunk of queries reads: all chunks up to the last one that it sees.
 
     needs: bool [chunks, chunks], an argument of the caller; None: from the plans that are constants of the
-    graph, and all keys where the plan is unknown
+        graph, and all keys where the plan is unknown
     """
 
     def __init__(self, cut: Any, needs: Tensor | None) -> None:
@@ -163,13 +166,13 @@ class Keys:
         return self.cut.dim == "seq" and all(map(self.cut.carries, keys_of(node)))
 
     def readers(self, node: Node, index: int) -> list[int]:
-        """Return the chunks of queries that read chunk ``index`` of the keys, the last first."""
+        """Return the chunks of queries that read chunk ``index`` of the keys, in descending order."""
         counts = self.counts(node)
         return [c for c in reversed(range(self.chunks)) if counts[c] > index]
 
 
 def prefixes(needs: Tensor, chunks: int) -> tuple[int, ...]:
-    """Return the length of the shortest prefix of key chunks that has all that each query chunk needs, >= 1.
+    """Return, for each query chunk, the length (>= 1) of the shortest prefix of key chunks that it needs.
 
     >>> import torch
     >>> prefixes(torch.tensor([[0, 0, 0], [1, 1, 0], [0, 0, 1]]), 3)
@@ -194,7 +197,7 @@ def known_plan(handle: Node) -> Plan | None:
         if structure == HANDLE and isinstance(plan := object_of(tensors[0]), Plan):
             return plan
         if world:
-            return None  # to evaluate it would communicate
+            return None  # evaluating it would communicate
         rest = [shape, structure, world, *rest]
         return object_of(plan_op(list(tensors), list(ints), list(rest[0]), *rest[1:]))
     except _Unknown:
@@ -236,8 +239,8 @@ def value_of(node: Node) -> Tensor | None:
 
 
 def _example(fake: FakeTensor) -> Tensor | None:
-    """Return the real tensor behind a fake input: AOTAutograd's fake inputs share storage with the
-    fake tensors that Dynamo made of real inputs."""
+    """Return the real tensor behind a fake input: AOTAutograd's fake inputs share storage with Dynamo's fake
+    tensors, which are made from real inputs."""
     converter = fake.fake_mode.fake_tensor_converter
     memory = fake.untyped_storage()._cdata
     numbers = {n for n, x in converter.tensor_memo.items() if x.untyped_storage()._cdata == memory}

@@ -19,11 +19,21 @@ log = area_logger("chunking")
 
 
 class Pass(CustomGraphPass):
-    """:func:`tritoncp.chunking.chunk` as an inductor pass over joint graphs, with the same arguments.
+    """Run :func:`tritoncp.chunking.chunk` as a pass of inductor over joint graphs.
 
-    ``torch.compile(model, options={"joint_custom_pre_pass": tritoncp.chunking.Pass(dim="seq")})``. A graph
-    without a module of the region is not changed; as long as no graph was cut, a warning lists its modules.
+    >>> import torch
+    >>> options = {"joint_custom_pre_pass": Pass("layers.*", dim="seq", chunks=4)}
+    >>> compiled = torch.compile(torch.nn.Linear(8, 8), options=options)
+
+    A graph without a module of the region is not changed; until a graph was cut, a warning lists its modules.
     ``reports`` has a report for each graph that was cut, but not for graphs from inductor's cache.
+
+    Args:
+        region: paths of modules, with * for any name; "" for the whole graph.
+        dim: what is cut, "batch" or "seq".
+        chunks: number of chunks, at least 2.
+        needs: see :func:`tritoncp.chunking.chunk`.
+        repeat: see :func:`tritoncp.chunking.chunk`.
     """
 
     def __init__(
@@ -49,7 +59,11 @@ class Pass(CustomGraphPass):
         self.reports.append(chunk(graph, self.region, **self.options))
 
     def uuid(self) -> tuple[str, ...]:
-        """Return the pass's key for inductor's cache of compiled graphs."""
+        """Return the key of this pass in inductor's cache of compiled graphs.
+
+        Returns:
+            A tuple of texts: the version of this package, and the arguments.
+        """
         needs = self.options["needs"]
         options = {**self.options, "needs": needs if needs is None else needs.tolist()}
         return "tritoncp.chunking.Pass", __version__, self.region, repr(options)

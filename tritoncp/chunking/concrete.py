@@ -20,9 +20,23 @@ from tritoncp.chunking.sizes import Symbols, hint_of, substitute
 def concretise(gm: GraphModule) -> GraphModule:
     """Replace the symbolic input sizes of a graph by their hints, in nodes, metadata and inner GraphModules.
 
-    gm: a graph whose input symbols have hints, as from :func:`tritoncp.chunking.mark`. Other metadata are
-    kept, and sizes that depend on data remain symbols. The result checks the sizes of its inputs at each call
-    and raises ValueError for others, since unbacked sizes have no guards.
+    >>> sizes = ({0: torch.export.Dim("rows")},)
+    >>> program = torch.export.export(torch.nn.Linear(4, 4), (torch.ones(8, 4),), dynamic_shapes=sizes)
+    >>> gm = program.graph_module
+    >>> [node.meta["val"].shape for node in concretise(gm).graph.find_nodes(op="placeholder")][-1]
+    torch.Size([8, 4])
+
+    Other metadata are kept, and sizes that depend on data remain symbols.
+
+    Args:
+        gm: a graph whose input symbols have hints, as from :func:`tritoncp.chunking.mark`.
+
+    Returns:
+        A new GraphModule. Each call checks the sizes of its inputs and raises ValueError for other sizes,
+        since unbacked sizes have no guards.
+
+    Raises:
+        ChunkingError: for a symbol without a hint.
     """
     numbers = {symbol: sympy.Integer(number) for symbol, number in hints(gm).items()}
     result = _concretised(gm, numbers)
@@ -66,7 +80,7 @@ def _check_sizes(sizes: Sequence[Any], module: Any, args: tuple[Any, ...]) -> No
 
 
 def _concretised(gm: GraphModule, numbers: Symbols) -> GraphModule:
-    """Return a copy of a graph, and of the graphs that it calls, with numbers in place of symbols."""
+    """Return a copy of a graph, and of the graphs it calls, with numbers in place of symbols."""
     graph = torch.fx.Graph()
     values: dict[Node, Any] = {}
 
@@ -84,7 +98,7 @@ def _concretised(gm: GraphModule, numbers: Symbols) -> GraphModule:
             continue
         is_assertion = node.target is torch.ops.aten._assert_scalar.default
         if is_assertion and not isinstance(map_arg(node.args[0], replace), Node):
-            continue  # it holds for these numbers
+            continue  # true for these numbers
         copy = graph.node_copy(node, replace)
         copy.meta = meta
         values.setdefault(node, copy)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tritoncp.api import plan_cache
-from tritoncp.api.attention import Options, run_call, substitute_calls
-from tritoncp.api.validate import ShardSizes
+from tritoncp.api.attention import run_call, substitute_calls
+from tritoncp.call import plan_cache
+from tritoncp.call.read import Arguments
+from tritoncp.call.validate import ShardSizes
 from tritoncp.chunking.attention import prefixes
 from tritoncp.chunking.report import NO_ROWS, ChunkingError
 from tritoncp.distributed import groups
@@ -24,18 +25,7 @@ from tritoncp.planning.plan import Plan
 
 
 class Eager(nn.Module):
-    """Wrapper that runs a module on one chunk of its inputs after another and concatenates the results.
-
-    module: its first argument is x [B, S, ...]; chunks: how many; dim: "batch" or "seq"
-
-    Other tensor arguments are split as x where they have its size: by sequence in dimension 1 if dimension 0
-    is 1 or the batch, in dimension 2 of [B or 1, 1, S, ...], else in dimension 0; by batch in dimension 0.
-    :func:`tritoncp.flex_attention` inside the module gets the mask or plan of the whole. By sequence, the
-    queries of chunk c see the keys of chunks 0 to c; a mask by which they see later chunks raises
-    ChunkingError, a ValueError. Keys that come from a memory alone, an argument that is not split, a
-    parameter or a buffer, are seen whole by all chunks. A checkpoint inside the module would compute its
-    attention again outside of the chunk, and raises ChunkingError too: put it around, as in
-    ``checkpoint(Eager(module, ...), x)``.
+    """Run a module on one chunk of its inputs after another, and concatenate the results.
 
     >>> from tritoncp import causal, flex_attention
     >>> class Layer(nn.Module):
@@ -45,6 +35,24 @@ class Eager(nn.Module):
     >>> x = torch.randn(1, 64, 16)
     >>> torch.allclose(Eager(Layer(), 2, "seq")(x), Layer()(x), atol=1e-6)
     True
+
+    The first argument of the module is x [B, S, ...]. Other tensor arguments are split like x if they have
+    its size: by sequence in dimension 1 if dimension 0 is 1 or the batch, in dimension 2 of [B or 1, 1, S,
+    ...], else in dimension 0; by batch in dimension 0.
+
+    :func:`tritoncp.flex_attention` inside the module gets the mask or plan of the whole sequence. When the
+    sequence is cut, the queries of chunk c see the keys of chunks 0 to c. Keys computed only from arguments
+    that are not split, parameters or buffers (a memory) are seen whole by all chunks.
+
+    Args:
+        module: module to run.
+        chunks: number of chunks.
+        dim: what is cut, "batch" or "seq".
+
+    Raises:
+        ChunkingError: a ValueError, for a mask that shows keys of later chunks, and for a checkpoint inside
+            the module, which would compute its attention again outside of the chunk: put the checkpoint
+            around it, ``checkpoint(Eager(module, ...), x)``.
     """
 
     def __init__(self, module: nn.Module, chunks: int, dim: str) -> None:
@@ -54,6 +62,17 @@ class Eager(nn.Module):
         self.module, self.chunks, self.dim = module, chunks, dim
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on each chunk.
+
+        Args:
+            x: tensor [B, S, ...], which is cut.
+            args: further arguments of the module.
+            kwargs: keyword arguments of the module.
+
+        Returns:
+            The module's result, a tensor or a pytree of tensors, concatenated over chunks.
+        """
+
         axis = ("batch", "seq").index(self.dim)
         rows, chunks = x.shape[axis], self.chunks
         name = f"{rows} rows of dimension {axis}"
@@ -112,8 +131,8 @@ def concatenate(results: list[Any], axis: int, rows: list[int]) -> Any:
 
 
 class UncutMemory(TorchFunctionMode):
-    """Mode that knows the tensors which are computed from given ones alone, and so have no rows of a
-    chunk. watches: whether it looks at operations"""
+    """Mode that tracks the tensors computed only from tensors that are not cut, which have no rows of a
+    chunk. watches: whether it inspects operations"""
 
     def __init__(self, given: list[Tensor]) -> None:
         super().__init__()
@@ -138,7 +157,7 @@ class UncutMemory(TorchFunctionMode):
         if inputs and self.holds(*inputs):
             self.add(outputs)
         else:
-            for x in outputs:  # also those that an operation in place returns
+            for x in outputs:  # includes tensors that an in-place operation returns
                 self.known.pop(id(x), None)
         return results
 
@@ -146,8 +165,11 @@ class UncutMemory(TorchFunctionMode):
 class Calls:
     """Attention calls of the module in :class:`Eager`: collects keys and values of previous chunks.
 
-    rows: of each chunk. is_recorded: whether a backward pass may follow. index: of the chunk that runs.
-    memory: tensors without rows of it. numbers: of the next calls whose keys are cut
+    rows:        number of rows of each chunk
+    is_recorded: whether a backward pass may follow
+    index:       index of the running chunk
+    memory:      tensors without rows of the chunk
+    numbers:     counts the calls whose keys are cut
     """
 
     index: int
@@ -162,19 +184,17 @@ class Calls:
         """Begin a chunk. uncut: tensors that all chunks read whole"""
         self.index, self.memory, self.numbers = index, UncutMemory(uncut), itertools.count()
 
-    def run_chunk(
-        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any,
-        options: Options,
-    ) -> list[Tensor]:  # fmt: skip
-        """Run attention of one chunk, with the arguments and results of `api.attention.run_call`."""
+    def run_chunk(self, call: Arguments) -> list[Tensor]:
+        """Run attention of one chunk, with the argument and results of `api.attention.run_call`."""
         if self.is_recorded:
             _refuse_checkpoint()
-        of_memory = self.memory.holds(query, key)
+        of_memory = self.memory.holds(call.query, call.key)
         self.memory.watches = False
         try:
             if not of_memory:
-                mask, key, value = self._cut(query, key, value, plain_mask(mask), mesh)
-            results = run_call(query, key, value, score_mod, mask, mesh, options)
+                plan, key, value = self._cut(*call[:3], plain_mask(call.block_mask), call.mesh)
+                call = call._replace(block_mask=plan, key=key, value=value)
+            results = run_call(call)
         finally:
             self.memory.watches = True
         return self.memory.add(results) if of_memory else results
@@ -215,15 +235,15 @@ class Calls:
         return part, torch.cat(keys, 2), None if value is None else torch.cat(values, 2)
 
     def _plan(self, sizes: ShardSizes, names: Iterable[str], mask: Any, mesh: Any) -> Plan:
-        """Return the plan of the whole call. names: of the sizes that are those of a chunk"""
+        """Return the plan of the whole call. names: names of the sizes that are sizes of a chunk"""
         own, whole = len(self.rows[self.index]), self.rows[-1].stop
         sizes = sizes._replace(**{name: getattr(sizes, name) * whole // own for name in names})
         return plan_cache.plan_for(mask, sizes, groups.group_of(mesh))
 
 
 def _refuse_checkpoint() -> None:
-    """Raise ChunkingError where a checkpoint inside the module runs the attention, to run it again in the
-    backward pass, where no chunk runs."""
+    """Raise ChunkingError if a checkpoint inside the module runs the attention: it would run it again in the
+    backward pass, outside of the chunk."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code is not Eager.forward.__code__:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":

@@ -68,13 +68,13 @@ def is_backward(node: Node) -> bool:
 
 
 def is_recomputed(node: Node) -> bool:
-    """Return whether a checkpoint has a node of the forward pass computed again in the backward pass."""
+    """Return whether a node repeats a node of the forward pass in the backward pass, for a checkpoint."""
     again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
     return not is_backward(node) and node.meta.get("recompute") in again
 
 
 def describe_modules(graph: Graph) -> str:
-    """Format, for errors, the modules of a graph and the region that is the whole graph."""
+    """Format, for errors, the modules of a graph and the region of the whole graph."""
     paths = [path for path in dict.fromkeys(map(module_path, graph.nodes)) if path]
     text = (
         "Its nodes have no module paths: capture it by torch.compile, torch.export or "
@@ -106,9 +106,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 def regions_of(graph: Graph, pattern: str) -> dict[Node, str]:
     """Return {node: path of its region} for all nodes inside regions.
 
-    A node without a module is inside if all its tensor inputs and users are, a sum of gradients also if it
-    adds a gradient from outside; its region is that of its last tensor input. A getitem node is in the region
-    of its sequence. With the pattern "" all calls are inside one region, "".
+    A node without a module is inside if all its tensor inputs and users are; a sum of gradients is inside
+    also if it adds a gradient from outside. Its region is the region of its last tensor input. A getitem node
+    is in the region of its sequence. With the pattern "" all calls are inside one region, "".
     """
     if not pattern:
         return {node: "" for node in graph.nodes if node.op == "call_function"}
@@ -143,9 +143,9 @@ def _tensors(node: Node) -> list[Node]:
 
 
 def _is_surrounded(node: Node, inside: dict[Node, str], members: set[Node]) -> bool:
-    """Return whether all inputs and users of a node are inside regions. For a sum of gradients, one of these
-    is enough: an input from outside is cut, and a result for outside is joined once. Sums of gradients of
-    parameters are outside: autograd adds the gradient of each call of a module to those of earlier calls."""
+    """Return whether all inputs and users of a node are inside regions. For a sum of gradients one of them is
+    enough: an input from outside is cut, and a result for outside is joined once. Sums of gradients of
+    parameters are outside, since autograd adds the gradients of several calls of a module there."""
     tensors = _tensors(node)
     sources = [x in inside or x in members for x in tensors]
     users = [x in inside or x in members for x in node.users]

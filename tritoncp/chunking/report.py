@@ -89,8 +89,8 @@ class Report:
 
     @property
     def waits_for_all_keys(self) -> bool:
-        """Whether, by the mask, the first chunk of queries needs the keys of all chunks (as it does with a
-        shared exchange)."""
+        """Whether the first chunk of queries needs the keys of all chunks, by the mask or for a shared
+        exchange."""
         return bool(self.keys) and self.keys[0] == self.chunks
 
     def __str__(self) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from tritoncp.api.dynamo import batch_rows_op, part_op
 from tritoncp.chunking import attention, shared_attention, torch_attention
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward, is_recomputed
@@ -21,6 +20,7 @@ from tritoncp.chunking.report import ChunkingError, Report, describe_node, reada
 from tritoncp.chunking.sizes import Symbols, expression
 from tritoncp.chunking.step_graph import JOIN, KEEP, RETURN, SEND, StepGraph
 from tritoncp.core.log_lines import area_logger
+from tritoncp.graph.handle_ops import batch_rows_op, part_op
 
 log = area_logger("chunking")
 aten = torch.ops.aten
@@ -37,18 +37,38 @@ def chunk(
 ) -> Report:
     """Cut the modules of a joint graph that ``region`` names into chunks of the batch or the sequence.
 
-    gm: a joint graph of AOTAutograd or a forward graph, whose nodes have ``nn_module_stack``; it is edited.
-    region: paths of modules, with * for any name; "" for the whole graph
-    dim: "batch" or "seq", whose size is a symbol (:func:`tritoncp.chunking.mark`)
-    needs: ``plan.needs(chunks)`` of every mask that the graph will run with; None: of the masks that the
-    graph shows, and all keys for others
-    repeat: have each chunk exchange the keys of its attention between ranks again. Without it, chunks of the
-    sequence share one exchange a pass under the schedules "allgather" and "fetch", for a tritoncp.Plan that
-    the graph shows, and other attention between ranks is refused
+    >>> import torch
+    >>> class Model(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    ...     def forward(self, x):
+    ...         return self.layers(x)
+    >>> x, sizes = torch.randn(2, 9, 4), ({1: torch.export.Dim("seq")},)
+    >>> gm = torch.export.export(Model(), (x,), dynamic_shapes=sizes).graph_module
+    >>> report = chunk(gm, "layers.*", dim="seq", chunks=3)
+    >>> report.chunks, report.live_outs
+    (3, {'cat': 1})
 
-    Results are those of :class:`tritoncp.chunking.Eager`, except that gradients of parameters are summed over
-    chunks before they are cast back or reduced between ranks. Raises ChunkingError, a ValueError, for a graph
-    that cannot be cut, which stays as it was.
+    Results equal those of :class:`tritoncp.chunking.Eager`, except that gradients of parameters are summed
+    over chunks before they are cast back or reduced between ranks.
+
+    Args:
+        gm: joint graph of AOTAutograd or forward graph, whose nodes have ``nn_module_stack``. It is edited.
+        region: paths of modules, with * for any name; "" for the whole graph.
+        dim: what is cut, "batch" or "seq". Its size is a symbol (:func:`tritoncp.chunking.mark`).
+        chunks: number of chunks, at least 2.
+        needs: ``plan.needs(chunks)`` of every mask that the graph will run with; None: of the masks that the
+            graph shows, and all keys for others.
+        repeat: let each chunk exchange the keys of its attention between ranks again. Without it, chunks of
+            the sequence share one exchange per pass under the schedules "allgather" and "fetch", for a
+            tritoncp.Plan that the graph shows; other attention between ranks raises ChunkingError.
+
+    Returns:
+        A :class:`Report` of what was cut.
+
+    Raises:
+        ChunkingError: a ValueError, for a graph that cannot be cut; the graph is not changed.
     """
     graph = gm if isinstance(gm, Graph) else gm.graph
     if dim not in ("batch", "seq") or chunks < 2:
@@ -81,7 +101,7 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
 
 
 class Rewrite(StepGraph):
-    """Edits a graph. Nodes that it adds are removed again if an error comes between."""
+    """Edits a graph. If an error is raised, the added nodes are removed again."""
 
     def __init__(self, cut: Cut, keys: attention.Keys) -> None:
         super().__init__(cut)
@@ -136,7 +156,7 @@ class Rewrite(StepGraph):
                 self.graph.erase_node(node)
 
     def _find_source(self) -> Node:
-        """Return an input that is the whole size, or a new node that reads it from the shape of one."""
+        """Return an input that is the whole size, or a new node that reads the size from an input's shape."""
         for x in self.graph.find_nodes(op="placeholder"):
             value: Any = x.meta.get("val")
             if self.cut.is_whole_size(x):
@@ -146,10 +166,10 @@ class Rewrite(StepGraph):
                     source = self.add_call(aten.sym_size.int, (x, d))
                     self.values[source, KEEP] = source
                     return source
-        raise ChunkingError("no input has the size that is cut alone as the size of a dimension")
+        raise ChunkingError("no input has a dimension of exactly the size that is cut")
 
     def _join(self, node: Node) -> Node:
-        """Make one value of the chunks of a node."""
+        """Join the chunks of a node into one value."""
         chunks, value, stage = range(self.sizes.chunks), node.meta["val"], self.stage_of(node)
         kind = self.cut.joined[node]
         log.debug("%s: %s", describe_node(node), kind)
@@ -161,8 +181,8 @@ class Rewrite(StepGraph):
         return self.concatenate([self.value(node, c) for c in chunks], dim, value, stage)
 
     def _add_chunks(self, node: Node, args: Any) -> Any:
-        """Return the arguments of a node. A gradient that is added to another is added chunk by chunk, in the
-        order in which autograd adds those of modules that run once a chunk."""
+        """Return the arguments of a node. A sum of gradients is computed chunk by chunk, in the order in
+        which autograd adds the gradients of modules that run once per chunk."""
         gradient: Any = node.args[1] if node.target is aten.add.Tensor else None
         if self.cut.joined.get(gradient) != "sum":
             return args
@@ -224,8 +244,8 @@ class Rewrite(StepGraph):
         return tuple(args)
 
     def _part(self, node: Node, c: int) -> Node:
-        """Return the handle of the plan of a chunk; that of the whole for queries that are not cut, as those
-        of a memory, whose gradients are sums over chunks."""
+        """Return the handle of the plan of a chunk. Queries that are not cut, for example of a memory, get
+        the handle of the whole plan; their gradients are sums over chunks."""
         handle, q = attention.argument(node, "plan"), attention.argument(node, "q")
         if not self.cut.carries(q):
             return self.whole_node(handle)
@@ -245,7 +265,7 @@ class Rewrite(StepGraph):
 
     def first_keys(self, x: Node, count: int, node: Node) -> Node:
         """Return the first chunks of keys or values, concatenated. The backward pass concatenates them again,
-        so that only the chunks are kept for it, or nothing in a checkpoint that computes them again."""
+        so that only the chunks are saved for it, or nothing in a checkpoint that recomputes them."""
         if count == self.sizes.chunks and x not in self.cut.copied:
             return self.whole_node(x)
         stage = self.stage_of(node)

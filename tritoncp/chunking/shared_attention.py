@@ -1,5 +1,5 @@
-"""Graph nodes of an attention over several ranks whose chunks share one exchange of keys: the exchange, each
-chunk's attention on the buffer, and the return of the keys' gradients."""
+"""Graph nodes for chunks that share one exchange of keys between ranks: the exchange, the attention of each
+chunk on the buffer, and the return of the keys' gradients."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey
 from torch.fx.node import map_arg
 from torch.utils._pytree import SequenceKey
 
-from tritoncp.chunking import attention
-from tritoncp.chunking.regions import is_recomputed
-from tritoncp.chunking.sizes import expression
-from tritoncp.chunking.step_graph import RETURN, SEND
-from tritoncp.ops.graph.key_exchange import (
+from tritoncp.call.key_exchange import (
     backward_part_op,
     forward_part_op,
     land_gradients_op,
     send_gradients_op,
     send_keys_op,
 )
+from tritoncp.chunking import attention
+from tritoncp.chunking.regions import is_recomputed
+from tritoncp.chunking.sizes import expression
+from tritoncp.chunking.step_graph import RETURN, SEND
 
 wait_op = torch.ops._c10d_functional.wait_tensor.default
 
@@ -52,7 +52,7 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
-    """Return fake values of a chunk's terms of dk and dv, for the rows of the buffer."""
+    """Return fake values of a chunk's parts of dk and dv, for the rows of the buffer."""
     own: Any = node.args
     buffer, d = rewrite.value(node, SEND).meta["val"], attention.argument(node, "q").meta["val"].shape[3]
     rows, heads, width = buffer.shape
@@ -91,7 +91,7 @@ def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
 
 
 def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
-    """Return an attention's arguments besides its tensors: :class:`tritoncp.ops.call.OpArguments`."""
+    """Return an attention's arguments besides its tensors: :class:`tritoncp.call.read.OpArguments`."""
     own: Any = node.args
     return map_arg(own[attention.places(node)["captures"] :], rewrite.whole_node)
 
@@ -104,8 +104,8 @@ def _stage(node: Node) -> dict[str, Any]:
 
 def _exchange(rewrite: Any, node: Node, op: Any, args: tuple[Any, ...]) -> Node:
     """Add a message, whose number of rows is unknown before the run, and the wait for it. Tags keep both in
-    their pass: without, partitioners would put them in every pass that can run them. The exchange of an
-    attention that a checkpoint computes again has none, since it runs in both passes."""
+    the forward or backward pass; without tags, partitioners would put them in every pass that can run them.
+    If a checkpoint recomputes the attention, its exchange has no tag, since it runs in both passes."""
     env, sizes = rewrite.sizes.env, rewrite.sizes
     stage = _stage(node)
     if not is_recomputed(node):
@@ -117,7 +117,7 @@ def _exchange(rewrite: Any, node: Node, op: Any, args: tuple[Any, ...]) -> Node:
     message.meta["unbacked_bindings"] = {symbol: (CallMethodKey("size"), SequenceKey(0))}
     plan = attention.plan_between_ranks(node)
     local, batch = sizes.rows, sizes.hint(expression(attention.argument(node, "q").meta["val"].shape[0]))
-    assert plan is not None  # or its chunks would not share keys
+    assert plan is not None  # only attention between ranks shares keys
     if local and batch:
         env.var_to_hint_override[symbol] = plan.world_size * local * batch
     wait: Node = rewrite.add_call(wait_op, (message,), stage)

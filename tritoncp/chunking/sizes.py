@@ -1,8 +1,8 @@
-"""The size that chunks cut: its mark before capture, its symbol, and the metadata of chunks, whose sizes are
-substituted.
+"""The size that is cut into chunks: its mark before capture, its symbol, and the metadata of chunks with
+their sizes.
 
-Values are substituted, not computed again: computing them would add guards to the shape environment, and a
-guard on 1 makes a constant of a symbol.
+Sizes are substituted in fake values. If values were computed again, guards would be added to the shape
+environment, and a guard on 1 makes a constant of a symbol.
 """
 
 from __future__ import annotations
@@ -25,18 +25,29 @@ MAX_ROWS = 1 << 30  # kernels count in 32 bits
 
 
 def mark(x: Tensor, dim: int, chunks: int) -> None:
-    """Mark a dimension of an input, so that a graph that is captured has a symbol for its size and can be cut
-    into ``chunks``.
-
-    x: an input of the compiled function; dim: its batch or its sequence. Mark the same size of every input:
-    all that are marked are taken to be equal where they meet. The symbol is unbacked: code that branches on
-    the size, and would make a constant of it, is an error that names the line. Raises ChunkingError, a
-    ValueError, for a size that cannot be cut.
+    """Mark a dimension of an input, so that a captured graph has a symbol for its size and can be cut.
 
     >>> import torch
+    >>> x = torch.ones(2, 12)
+    >>> mark(x, dim=1, chunks=4)                # then capture the graph of a function of x
     >>> mark(torch.ones(9), 0, 4)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     tritoncp.chunking.report.ChunkingError: 9 rows of dimension 0 in 4 chunks of 3 leave none for the last...
+
+    Mark the same size of every input: marked sizes are taken to be equal where they meet. The symbol is
+    unbacked:
+    code that branches on the size, which would make a constant of it, raises an error that names the line.
+
+    Args:
+        x: an input of the compiled function.
+        dim: dimension of x, the batch or the sequence.
+        chunks: number of chunks.
+
+    Returns:
+        None; x is marked.
+
+    Raises:
+        ChunkingError: a ValueError, for a size that cannot be cut into so many chunks.
     """
     rows = x.shape[dim]
     check_rows(rows, chunks, f"{rows} rows of dimension {dim}")
@@ -73,7 +84,7 @@ def free_symbols(value: Any) -> set[Any]:
 
 def hint_of(expr: Any, env: Any, fallback: int | None = None) -> int | None:
     """Return the number that an expression is expected to be, with ``fallback`` for symbols without a hint;
-    None if there is no such number."""
+    None if it is unknown."""
     if not isinstance(expr, sympy.Basic):
         return int(expr)
     numbers = {}
@@ -117,8 +128,8 @@ def substitute(value: Any, symbols: Symbols) -> Any:
 class CutSymbol:
     """The symbol of a graph that chunks cut.
 
-    symbol: of the size; whole: the size, the symbol times ``unit``; part: the symbol's value in each chunk
-    but the last, which has the rest; chunks: their number
+    symbol: symbol of the size; whole: the size, which is the symbol times ``unit``; part: the symbol's value
+        in all chunks but the last, which has the rest; chunks: number of chunks
     """
 
     def __init__(self, chunks: int, size: Any, fake_mode: Any) -> None:
@@ -132,11 +143,12 @@ class CutSymbol:
             check_rows(self.rows // self.unit, chunks, f"{self.rows} rows")
 
     def check_units(self) -> None:
-        """Raise ChunkingError if chunks of a multiple of the symbol differ, which plans know in rows."""
+        """Raise ChunkingError if chunks of a multiple of the symbol would not have the rows that plans
+        assume."""
         if self.rows is not None and self.unit > 1 and self.rows // self.unit % self.chunks:
             raise ChunkingError(
                 f"{self.rows} rows are {self.unit} * {self.symbol}: {self.chunks} chunks are not equal; pad "
-                f"them to a multiple of {self.unit * self.chunks}, or export the size as a Dim of its own"
+                f"them to a multiple of {self.unit * self.chunks}, or export the size as a separate Dim"
             )
 
     def hint(self, expr: Any) -> int | None:
@@ -172,7 +184,7 @@ class CutSymbol:
         return [n for n in numbers if n is not None] if None not in numbers else []
 
     def bind(self, copy: Node, fresh: Symbols) -> None:
-        """Give a copied node symbols of its own where it reads sizes from data; note them in ``fresh``."""
+        """Give a copied node new symbols for the sizes that it reads from data, and add them to ``fresh``."""
         renamed = {}
         for raw, path in (copy.meta.get("unbacked_bindings") or {}).items():
             resolved = self.env.unbacked_renamings.get(raw, raw)
@@ -190,9 +202,9 @@ class CutSymbol:
             copy.meta["unbacked_bindings"] = renamed
 
     def assert_sizes(self, fresh: Sequence[Symbols]) -> None:
-        """Assert what compilers decide by: that the last chunk has a row, which torch cannot tell of the
-        difference that is its size, and, of the sizes that each chunk reads from data, what torch asserts of
-        those of the whole."""
+        """Add assertions that compilers need: the last chunk has a row, which torch cannot tell from its
+        size, a difference; and sizes that a chunk reads from data have the properties that torch asserts for
+        the whole."""
         if self.symbol not in self.env.backed_var_to_val:
             last = self.size_of(range(self.chunks - 1, self.chunks))
             message = f"a size in {self.chunks} chunks leaves no row for the last: cut fewer chunks"
@@ -213,13 +225,13 @@ def input_symbols(graph: Graph) -> set[Any]:
 
 
 def cut_symbol(dim: str, queries: Iterable[Node], live_ins: Iterable[Node], graph: Graph) -> Any:
-    """Return the symbol of the batch or the sequence, as a SymInt: that of the queries of attention, or of
-    the first tensor [B, S, ...] that enters a region, else of the first [B, S].
+    """Return the symbol of the batch or the sequence, as a SymInt. It is read from the queries of an
+    attention, or from the first tensor [B, S, ...] that enters a region, else from the first [B, S].
 
     Raises ChunkingError if that size is a constant.
     """
     known, index = input_symbols(graph), {"batch": 0, "seq": 2}[dim]
-    entering = sorted(live_ins, key=lambda node: node.meta["val"].ndim < 3)  # weights of two dimensions last
+    entering = sorted(live_ins, key=lambda node: node.meta["val"].ndim < 3)  # weights last
     nodes = [(node, index) for node in queries] or [(node, min(index, 1)) for node in entering]
     for node, d in nodes:
         value = node.meta["val"]

@@ -1,4 +1,4 @@
-"""Steps of a chunked graph, each added after its inputs, and in a region chunk after chunk."""
+"""Steps of a chunked graph: each is added after its inputs, and regions run chunk after chunk."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KEEP, JOIN, SEND, RETURN = -1, -2, -3, -4
 
 
 class StepGraph(AddedNodes):
-    """Adds the steps of the rewritten graph: each after the steps that it reads; in a region chunk after
-    chunk, the backward pass from the last chunk to the first.
+    """Adds the steps of the rewritten graph, each after the steps that it reads. Regions run chunk after
+    chunk, in the backward pass from the last chunk to the first.
 
     values: the node of each step that was added
     """
@@ -67,7 +67,7 @@ class StepGraph(AddedNodes):
         return self.value(x, JOIN if x in self.cut.joined else KEEP)
 
     def chunk_node(self, x: Node, c: int) -> Node:
-        """Return the node of a chunk of a node's value: the whole's, if chunks share it."""
+        """Return the node of a chunk of a node's value, or of the whole value if chunks share it."""
         if self.cut.is_whole_size(x):
             return self.rows(c)
         if x in self.cut.copied:
@@ -116,8 +116,8 @@ class StepGraph(AddedNodes):
         self._place_chunks(pending, group)
 
     def _join_forward(self) -> None:
-        """Add the joins of forward values and all sizes before the backward pass: partitioners assign all
-        nodes up to the last one without a backward mark to the forward pass."""
+        """Add the joins of forward values and all sizes before the backward pass, since partitioners assign
+        all nodes up to the last one without a backward mark to the forward pass."""
         for node in self.originals:
             if node in self.cut.copied and self.cut.is_pure_size(node):
                 for c in range(self.cut.sizes.chunks):

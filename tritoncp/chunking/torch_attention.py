@@ -20,7 +20,7 @@ forward_op, backward_op = (
 
 # Indices of arguments of both ops: the mask's block lists and mask_mod; captures of the mods.
 BLOCKS, SCORE_CAPTURES, MASK_CAPTURES = -5, -2, -1
-SCORE_MODS = {forward_op: (3,), backward_op: (7, 8)}  # places of the score_mod, and of its gradient
+SCORE_MODS = {forward_op: (3,), backward_op: (7, 8)}  # argument indices of the score_mod and its gradient
 
 
 def is_torch_attention(node: Node) -> bool:

@@ -19,8 +19,8 @@ P = ParamSpec("P")
 
 
 def computed_once(method: Callable[Concatenate[Any, P], V]) -> Callable[Concatenate[Any, P], V]:
-    """Decorate a method to cache its results by arguments in the object. No lock: threads that run it at the
-    same time compute equal results."""
+    """Decorate a method to cache its results in the object, by arguments. It takes no lock: threads that run
+    it at the same time compute equal results."""
     name = f"_{method.__name__}"
 
     @functools.wraps(method)
@@ -61,7 +61,7 @@ class BoundedCache(Generic[K, V]):
         self.size, self.max_weight, self._weigh = size, max_weight, weigh
         self._entries: dict[K, _Entry] = {}
         self._clock = itertools.count()
-        self._lock = threading.Lock()  # for changes of _entries
+        self._lock = threading.Lock()  # guards changes of _entries
 
     def get(self, key: K) -> V | None:
         """Return the value of a key and mark it as used; None if there is none."""
@@ -72,8 +72,8 @@ class BoundedCache(Generic[K, V]):
         return entry.value
 
     def put(self, key: K, value: V) -> V:
-        """Store a value, evict the least recently used ones, and return the value."""
-        removed: list[Any] = []  # freed after the lock is released, since they may free other objects
+        """Store a value, evict values that were not used for the longest time, and return the value."""
+        removed: list[Any] = []  # freed without the lock, since they may free others
         with self._lock:
             used = next(self._clock)
             removed.append(self._entries.pop(key, None))
@@ -104,8 +104,8 @@ class BoundedCache(Generic[K, V]):
 
 class TensorCache(BoundedCache[Any, Any]):
     """A cache of values made from tensors. A look-up hits for the same tensor objects, unedited: they are
-    compared by weak reference (an id may be reused) and by version counter. Values made from tensors of
-    inference mode, which count no edits, are not kept."""
+    compared by weak reference (an id may be reused) and by version counter. Values made from inference
+    tensors, which do not count edits, are not kept."""
 
     def find(self, key: Any, tensors: Sequence[Tensor]) -> Any:
         """Return the value of a key that was made from these tensors, None if there is none."""
@@ -126,8 +126,9 @@ class TensorCache(BoundedCache[Any, Any]):
 
 
 class OwnedState(Generic[V]):
-    """One value per owner object (or None): made at the first use, and freed with the owner, to which it must
-    not refer. Owners are compared by identity: a new process group may have the name of a destroyed one.
+    """One value per owner object (or None). It is made at the first use and freed with the owner, so it must
+    not refer to the owner. Owners are compared by identity, since a new process group may have the name of a
+    destroyed one.
 
     >>> class Group: ...
     >>> state, group = OwnedState(list), Group()
@@ -139,7 +140,7 @@ class OwnedState(Generic[V]):
     def __init__(self, make: Callable[[], V]) -> None:
         self._make = make
         self._values: weakref.WeakKeyDictionary[Any, V] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()  # for changes of _values
+        self._lock = threading.Lock()  # guards changes of _values
 
     def of(self, owner: Any) -> V:
         """Return the value of an owner."""

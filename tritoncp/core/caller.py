@@ -13,7 +13,7 @@ _registry: dict[Any, Any] = {}  # warning registry for traced graphs: filters de
 
 def warn_caller(message: str) -> None:
     """Warn at the line of the nearest caller outside of the package and torch; while torch retraces a graph,
-    at the source line of the present node."""
+    at the source line of the current node."""
     if place := _traced_place():
         warnings.warn_explicit(message, UserWarning, *place, registry=_registry)
         return

@@ -30,7 +30,7 @@ def graph_entry(fn: Function) -> Function:
     """Decorate a function that can be part of a graph: Dynamo traces it from a compiled caller, or if it is
     compiled itself; after a graph break of the caller, it and its callees run as plain Python.
 
-    Of a wrapper (``functools.wraps``), Dynamo traces the wrapped function.
+    If it is a wrapper (``functools.wraps``), Dynamo traces the wrapped function.
     """
     function: Any = fn
     if hasattr(function, "__wrapped__"):
@@ -43,7 +43,7 @@ def graph_entry(fn: Function) -> Function:
 
 
 def traced_copy(fn: Function) -> Function:
-    """Copy a function, so that Dynamo traces the copy although the original's code is marked as untraced."""
+    """Copy a function whose code is marked as untraced, so that Dynamo traces the copy."""
     function: Any = fn
     code = function.__code__.replace(co_filename=function.__code__.co_filename)
     copy: Any = types.FunctionType(
@@ -55,7 +55,7 @@ def traced_copy(fn: Function) -> Function:
 
 
 def untraced(fn: Function) -> Function:
-    """Mark a function so that Dynamo skips its frames and those of its callees, when Python calls it. When
+    """Mark a function so that Dynamo skips its frames and its callees' frames when Python calls it. When
     Dynamo traces the caller, it traces the function too."""
     function: Any = fn
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -1,4 +1,5 @@
-"""Environment variables of tritoncp: names, accepted values and defaults (effects: docs/commands.md).
+"""Environment variables of tritoncp: names, accepted values and defaults (effects: docs/commands.md); and how
+Triton kernels run on CPU tensors, which TRITON_INTERPRET decides.
 
 Imports neither torch nor Triton.
 """
@@ -9,12 +10,13 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "TRITONCP_"
 ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-TUNING_SECONDS = 60.0  # time for tuning with TRITONCP_AUTOTUNE=1
+TUNING_SECONDS = 60.0  # seconds of tuning with TRITONCP_AUTOTUNE=1
 
 
 def parse_switch(text: str) -> bool:
@@ -91,12 +93,12 @@ DEBUG = Variable("TRITONCP_DEBUG")
 OFFLINE_LOG = Variable("TRITONCP_OFFLINE_LOG")
 UNSAFE_FUSED = Variable("TRITONCP_UNSAFE_FUSED")
 VARIABLES = {one.name: one for one in (AUTOTUNE, CHECK, CONFIG_DIR, DEBUG, OFFLINE_LOG, UNSAFE_FUSED)}
-# Variables of other packages, besides all those of Triton, torch and NCCL.
+# Variables of other packages, besides all variables of Triton, torch and NCCL.
 OF_OTHERS = ("GLOO_SOCKET_IFNAME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def set_variables() -> dict[str, str]:
-    """Return the set variables with an effect on this package: its own, those of Triton, torch and NCCL, and
+    """Return the set variables that affect this package: variables of tritoncp, Triton, torch and NCCL, and
     OF_OTHERS."""
     prefixes = "TRITON", "TORCH", "NCCL"
     return {k: v for k, v in sorted(os.environ.items()) if k in OF_OTHERS or k.startswith(prefixes)}
@@ -113,3 +115,30 @@ def faults() -> Iterator[str]:
                 yield variable.describe_fault(text)
         elif name.startswith(PREFIX):
             yield f"{name} is set, but is unknown; the variables are {', '.join(VARIABLES)}"
+
+
+# -- Triton kernels on CPU tensors: executed as compiled for a GPU, or interpreted --------------------------
+
+
+_executed: list[str] = []  # architectures of active executors, the innermost last
+
+
+def cpu_target() -> str | None:
+    """Return how Triton kernels run on CPU tensors: compiled for an architecture and executed ("sm_90"),
+    "interpreter" with TRITON_INTERPRET=1, or None: not at all."""
+    return executed_target() or ("interpreter" if os.environ.get("TRITON_INTERPRET", "0") == "1" else None)
+
+
+def executed_target() -> str | None:
+    """Return the architecture for which kernels are compiled and executed on the CPU; None: they are not."""
+    return _executed[-1] if _executed else None
+
+
+@contextmanager
+def execute_for(architecture: str) -> Iterator[None]:
+    """Execute kernels compiled for an architecture in calls on CPU tensors, in a ``with`` block."""
+    _executed.append(architecture)
+    try:
+        yield
+    finally:
+        _executed.pop()

@@ -1,4 +1,4 @@
-"""Handles: tensors that stand for Python objects in ops and compiled graphs, whose arguments are tensors.
+"""Handles: tensors that represent Python objects in ops and compiled graphs, whose arguments are tensors.
 
 A handle is a 0-d int64 tensor on the CPU. Its value is an input of the graph, not a constant, so that a graph
 compiled for one object is reused for others of its kind. The value alone names the object, so that a copy of
@@ -20,17 +20,17 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.host_copy import has_saved_tensor_hooks, normal_tensors
 
-_SPAN = 1 << 62  # numbers of all processes
+_SPAN = 1 << 62  # modulus of the numbers of all processes
 _STEP = 0x1E3779B97F4A7C15  # odd, so that no number comes twice; large: a sum with a handle names no object
-_STARTS: list[int] = []  # of this process, after those of the processes that it was forked from
+_STARTS: list[int] = []  # of this process, and before it of the processes that it was forked from
 _MOST = 1 << 40  # objects of a process
 _NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-# Objects by number, as long as something keeps them: those known by `stand_for`, and those of `handle_of`.
+# Objects by number, while something keeps them: objects named by `stand_for`, and by `handle_of`.
 _KNOWN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _NAMED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # What keeps the objects of `handle_of`: memory of their handles, by id of a reference to it.
 _HELD: dict[int, tuple[weakref.ref[Any], Any]] = {}
-# Objects whose handles saved-tensor hooks may copy to where nothing tells when the last copy is gone.
+# Objects whose handles saved-tensor hooks may copy: nothing tells when the last copy is gone.
 _KEPT: BoundedCache[int, Any] = BoundedCache(64, lambda thing: getattr(thing, "nbytes", 0), 1 << 30)
 
 
@@ -76,7 +76,7 @@ def handle_of(thing: Any) -> Tensor:
     named = _NAMED.setdefault(number, thing)  # an equal object
     with normal_tensors():  # autograd may save the handle
         handle = torch.tensor(number, device="cpu")
-    memory = weakref.ref(handle.untyped_storage(), _let_go)  # torch keeps this object as long as the memory
+    memory = weakref.ref(handle.untyped_storage(), _let_go)  # torch keeps it as long as the memory
     _HELD[id(memory)] = memory, (thing, named)
     if has_saved_tensor_hooks():
         _KEPT.put(number, thing)
@@ -88,7 +88,7 @@ def _let_go(memory: weakref.ref[Any]) -> None:
 
 
 def stand_for(thing: Any, handle: Tensor | None) -> None:
-    """Make a handle name another object as long as that lives: one that refers to the handle."""
+    """Make a handle name another object, which refers to the handle, while that object is alive."""
     assert handle is not None
     number = int(handle)
     _KNOWN[number], _NUMBERS[thing] = thing, number

@@ -48,7 +48,7 @@ def host() -> AbstractContextManager[object]:
     """Return a context without the caller's modes (:func:`has_modes`), with the CPU as the default device.
     New tensors are normal tensors, under inference mode too: masks and plans outlive a call, and autograd
     saves their tensors in later ones."""
-    if has_modes():  # only then, since a mode slows every operation
+    if has_modes():  # only if needed, since a mode slows every operation
         return _without_modes()
     return normal_tensors() if makes_inference_tensors() else contextlib.nullcontext()
 
@@ -59,7 +59,7 @@ def _without_modes() -> Iterator[None]:
         with torch.device("cpu"):
             yield
         return
-    transforms = temporarily_clear_interpreter_stack()  # those of torch.func
+    transforms = temporarily_clear_interpreter_stack()  # modes of torch.func
     # Dynamo does not compile frames under dispatch modes; without the modes it would.
     callback = set_eval_frame(None)
     try:
@@ -77,7 +77,7 @@ def _without_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_function_modes() -> Iterator[None]:
-    """Context without function modes, of which the default device is one."""
+    """Turn off function modes, such as the default device, in a ``with`` block."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield
@@ -88,7 +88,8 @@ def _no_function_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Context in which new tensors are normal tensors, under inference mode too, without gradient recording.
+    """Make new tensors normal tensors, under inference mode too, without gradient recording, in a ``with``
+    block.
 
     >>> with torch.inference_mode(), normal_tensors():
     ...     torch.zeros(1).is_inference(), torch.is_grad_enabled()
@@ -111,8 +112,8 @@ def has_saved_tensor_hooks() -> bool:
 
 @contextlib.contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
-    """Context without the caller's saved-tensor hooks, as for offloading of activations: they must not see
-    fake tensors, and torch.func refuses them.
+    """Turn off the caller's saved-tensor hooks, for example for offloading of activations, in a ``with``
+    block: they must not see fake tensors, and torch.func refuses them.
 
     >>> with torch.autograd.graph.saved_tensors_hooks(print, print), no_saved_tensor_hooks():
     ...     _ = torch.ones(1, requires_grad=True).exp()
@@ -137,8 +138,8 @@ def no_saved_tensor_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_autograd() -> Iterator[None]:
-    """Context in which a run can be recorded with its gradient: without the caller's saved-tensor hooks and
-    anomaly detection, which reads values of gradients."""
+    """Make it possible to record a run with its gradient, in a ``with`` block: without the caller's
+    saved-tensor hooks and anomaly detection, which reads values of gradients."""
     with torch.inference_mode(False), no_saved_tensor_hooks():
         if not torch.is_anomaly_enabled():
             yield
@@ -181,7 +182,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def refuse_dtensor(x: Any, name: str, remedy: str) -> None:
-    """Raise TypeError for a DTensor. name: of the argument, or the words for what captures it
+    """Raise TypeError for a DTensor. name: name of the argument, or description of what captures it
 
     >>> refuse_dtensor(torch.zeros(1), "x", "pass x.to_local()")
     """

@@ -3,7 +3,7 @@
     tritoncp.plan      plans: order of the tokens, schedule, reason, balance of work
     tritoncp.engine    executables: engine, route of the forward pass
     tritoncp.cache     look-ups in caches: hit or miss
-    tritoncp.tiles     tile shapes: their files, and those of each kernel
+    tritoncp.tiles     tile shapes: their files, and the tiles of each kernel
     tritoncp.ranks     calls that failed and closed their group
     tritoncp.chunking  regions of a training graph that were cut
     tritoncp.messages  bytes that reshard, roll and unshard send
@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable
 from tritoncp.core.bounded_cache import BoundedCache
 
 MAX_DECISIONS = 4096
-_LOGGED: BoundedCache[Hashable, bool] = BoundedCache(MAX_DECISIONS)  # decisions that were logged at INFO
+_LOGGED: BoundedCache[Hashable, bool] = BoundedCache(MAX_DECISIONS)  # decisions already logged at INFO
 _rank_name: Callable[[], str] = str  # names the rank of this process; "" if it has none
 
 

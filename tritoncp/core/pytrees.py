@@ -1,8 +1,9 @@
-"""Masks and plans in torch's pytrees, as which `torch.export`, `make_fx`, FSDP2 and users' tree_map see the
+"""Masks and plans in torch's pytrees, by which `torch.export`, `make_fx`, FSDP2 and users' tree_map see the
 arguments of a module.
 
-A mask or plan has one leaf, its handle, which is an input of an exported program: so it serves all masks.
-From a copy of the handle, on any device, the same mask comes back. A closed form has its tensors as leaves.
+A mask or plan has one leaf, its handle, which is an input of an exported program, so that the program serves
+all masks. A copy of the handle, on any device, gives the same mask again. A closed form has its tensors as
+leaves.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def refuse_collation(cls: type) -> None:
 
 
 def as_tree(cls: T) -> T:
-    """Decorate a record whose leaves are the tensors among its fields, and those of closed forms in them."""
+    """Decorate a record whose leaves are the tensors in its fields, and in closed forms in its fields."""
 
     def flatten(thing: Any) -> tuple[list[Any], tuple[Any, ...]]:
         """Return the children, and the fields with a mark in place of each child."""
@@ -129,7 +130,8 @@ def _put_back(value: Any, children: Iterator[Any]) -> Any:
 
 
 class _Other:
-    """Holds what a tree has in place of a tensor, as a proxy of torch.fx or the result of tree_map."""
+    """Holds an object that replaces a tensor in a tree, such as a proxy of torch.fx or a result of
+    tree_map."""
 
     def __init__(self, child: Any) -> None:
         self.child = child

@@ -1,9 +1,9 @@
 """Records: immutable objects with named fields that other libraries leave whole.
 
 Libraries rebuild every dataclass that they find among the arguments of a module or in a batch, to cast or to
-move its tensors: FSDP with mixed precision, Lightning, `dataclasses.asdict`. A mask or a plan that was
-rebuilt would lose its caches, and would be another mask where a captured tensor was cast. A record is a
-frozen dataclass without the attribute by which they know one.
+move its tensors: FSDP with mixed precision, Lightning, `dataclasses.asdict`. A rebuilt mask or plan would
+lose its caches, and would be another mask if a captured tensor was cast. A record is a frozen dataclass
+without the attribute by which they recognise dataclasses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(dataclasses.field,))
 def record(*, eq: bool = False, repr: bool = True) -> Callable[[type[T]], type[T]]:
-    """Decorate a class as a frozen dataclass that other libraries do not take for one.
+    """Decorate a class as a frozen dataclass that other libraries do not recognise as one.
 
     >>> @record()
     ... class Window:

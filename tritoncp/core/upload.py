@@ -58,7 +58,7 @@ class Streams:
         memory.record_stream(torch.cuda.current_stream(device))
 
 
-STREAMS = Streams()  # tests replace it with a recorder
+STREAMS = Streams()  # tests replace these with a recorder
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -115,7 +115,7 @@ class DeviceCopy(Generic[T]):
                 return
             STREAMS.wait(self._event, self._device)
             STREAMS.record_use(self._memory, self._device)
-            self._streams.add(stream)  # last: afterwards other threads on this stream skip the lock
+            self._streams.add(stream)  # comes last: afterwards other threads on this stream skip the lock
 
 
 def _upload(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor], Tensor | None]:

@@ -1,8 +1,8 @@
 """Supported versions of torch and Triton: the oldest, and the newest with which the tests have run.
 
-`pyproject.toml` has no upper bounds: users could not lift them, would not get fixes of torch, and installers
-would evade them by an older tritoncp without bounds. Newer versions only cause a warning at the first call
-that uses them, and a line in `tritoncp doctor`.
+`pyproject.toml` has no upper bounds: users could not lift them and would not get fixes of torch, and
+installers would choose an older tritoncp without bounds. Newer versions only cause a warning at the first
+call that uses them, and a line in `tritoncp doctor`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import cache
 
 from tritoncp.core.caller import warn_caller
 
-OLDEST = {"torch": "2.11", "triton": "3.6"}  # pyproject.toml has the same
-NEWEST_TESTED = {"torch": "2.13.0", "triton": "3.7.1"}  # the pins of constraints.txt
+OLDEST = {"torch": "2.11", "triton": "3.6"}  # equal to pyproject.toml
+NEWEST_TESTED = {"torch": "2.13.0", "triton": "3.7.1"}  # equal to constraints.txt
 
 
 def installed_version(package: str) -> str | None:

@@ -1,1 +1,2 @@
-"""The CPU engine: attention steps as in the Triton kernels, by torch's flash kernel and batched products."""
+"""The CPU engine: computes the attention steps of the Triton kernels with torch's flash kernel and batched
+products."""

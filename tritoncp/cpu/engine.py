@@ -1,4 +1,4 @@
-"""The CPU engine: runs attention steps, with the same contract as the Triton kernels, in plain torch.
+"""The CPU engine: runs attention steps in plain torch, with the contract of the Triton kernels.
 
 A step is a few batches of tiles of equal shape. Without a score_mod torch's flash kernel computes them, else
 batched products and pointwise operations; the results of tiles are merged in float32 (float64 for float64
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache
-from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.cpu import flash
 from tritoncp.cpu.packing import even_step, gather, scatter, scatter_add
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.cpu.step import HeadGroup, Step
 from tritoncp.cpu.tiles import TileBatch
+from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep, Tables
 
 Launch = Callable[[], None]
 LN2 = math.log(2)
-CACHE_SCORES = 1 << 20  # most scores of a tile for pointwise operations, so that they fit in the cache
-MAX_EXPONENT = 8.0  # largest exponent of a weight; beyond it, sums are rescaled first
-GATHERED = 1 << 24  # most elements that a batch of tiles gathers
+CACHE_SCORES = 1 << 20  # max scores of a tile for pointwise operations, so that they fit in the cache
+MAX_EXPONENT = 8.0  # max exponent of a weight; above it, sums are rescaled first
+GATHERED = 1 << 24  # max elements that a batch of tiles gathers
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class CpuEngine:
 
     mask:     the mask_mod (b, h, q_idx, kv_idx) -> bool
     score:    (captures that require grad) -> the score_mod (score, b, h, q_idx, kv_idx) -> score
-    captures: these tensors, in the dtype in which gradients are accumulated; grads: buffers for these
-    gradients
-    first_row: index in the whole batch of the tensors' batch row 0, for masks and mods
-    first_head: the layer's index of the tensors' first query head, likewise
+    captures: these captures, in the dtype in which gradients are accumulated
+    grads:    buffers for their gradients
+    first_row:  index in the whole batch of the tensors' batch row 0, for masks and mods
+    first_head: index in the layer of the tensors' first query head, for the same use
     steps:    cache of steps, see :meth:`Step.of`
     """
 
@@ -52,7 +52,7 @@ class CpuEngine:
     first_row: int = 0
     first_head: int = 0
     steps: BoundedCache[Any, Step] = field(default_factory=lambda: BoundedCache(64))
-    v_head_dim = None  # that of values
+    v_head_dim = None  # the head dim of values
 
     @property
     def fused(self) -> bool:
@@ -194,8 +194,8 @@ class CpuEngine:
         return scores.forward(rows, keys, values, self.captures)
 
     def _add_largest(self, step: Step, q: Tensor, k: Tensor, max_scores: Tensor, add: bool) -> None:
-        """Write max_scores, or with ``add`` the maximum of these and those of earlier steps. (Separate from
-        the other results, which so do not depend on whether max_scores is requested.)"""
+        """Write max_scores, or with ``add`` their maximum over this and earlier steps. (It is a separate
+        function, so that other results do not depend on whether max_scores is requested.)"""
         top = q.new_full(q.shape[:2], -torch.inf)
         if add:
             top = step.q.pack(max_scores[..., None], q.dtype)[..., 0]
@@ -238,7 +238,7 @@ class _Sums:
     """Merged results of tiles for packed rows: sums of exp(score - m) * value and of exp(score - m).
 
     acc, l: these sums, [H, T, E] and [H, T]
-    m:      [H, T], about the logarithm of the sum's largest part, -inf for rows without a key
+    m:      [H, T], about the log of the sum's max part, -inf for rows without a key
     """
 
     acc: Tensor
@@ -279,7 +279,7 @@ class _Sums:
             acc, m, l = acc.mul_(factor), raised, l * factor
         weight = torch.where(lse == -torch.inf, 0, torch.exp(lse - m))
         acc, l = acc.addcmul_(out, weight), l + weight
-        if even_step(tiles.rows) is None:  # else ``acc`` is a view
+        if even_step(tiles.rows) is None:  # in the other case ``acc`` is a view
             scatter(totals[0], tiles.rows, acc)
         scatter(totals[1], tiles.rows, m)
         scatter(totals[2], tiles.rows, l)

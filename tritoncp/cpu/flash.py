@@ -1,7 +1,7 @@
 """Attention of tiles by torch's flash kernel for the CPU.
 
-The kernel returns lse 0 for rows that see no key; these get -inf here. Its backward pass, with out and lse of
-the whole row, returns exactly the tile's part of the gradients.
+The kernel returns lse 0 for rows that see no key; they get -inf here. Its backward pass gets out and lse of
+the whole row, and returns exactly the tile's part of the gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def backward(
     """Return (dq, dk, dv) of tiles. out: any rows whose dot products with dout are delta; lse: finite"""
     tiles, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     shared = tiles * kv_heads < min(torch.get_num_threads(), tiles * heads)
-    if shared:  # torch's kernel runs one thread per head of k: expand k for more threads
+    if shared:  # torch's kernel runs one thread per head of k: expand k to use more threads
         k, v = (x[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(1, 2) for x in (k, v))
     dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
     if shared:
@@ -42,8 +42,8 @@ def backward(
 
 
 def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
-    """Return rows whose dot products with dout [H, T, D] are delta [H, T], to pass to torch's kernel as out;
-    None if impossible, since a row of dout is 0 and its delta is not."""
+    """Return rows whose dot products with dout [H, T, D] are delta [H, T], to pass to torch's kernel as out.
+    None if they do not exist, because a row of dout is 0 and its delta is not."""
     norm = torch.linalg.vector_norm(dout, dim=-1)
     limits = torch.finfo(dout.dtype)
     if not bool(((norm > (limits.tiny / limits.eps) ** 0.5) & (norm < torch.inf)).all()):
@@ -57,11 +57,11 @@ def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
 
 def can_compute(q: Tensor, k: Tensor, v: Tensor | None, scale: float, backward: bool = False) -> bool:
     """Return whether torch's kernel computes these tiles correctly. It scales after the product of q and k,
-    and returns lse 0 for rows whose scores are all -inf, so that products must be finite.
+    and returns lse 0 for rows whose scores are all -inf, so products have to be finite.
 
-    v:        has to be finite too if tiles hide pairs, as those of absent blocks; else None
-    backward: whether scores must also be so small that their rounding, which differs from that of the forward
-              pass, changes probabilities by at most about a thousandth
+    v:        values, which have to be finite too if tiles hide pairs; else None
+    backward: whether scores also have to be small: the backward pass rounds them differently, which must not
+              change probabilities by more than about a thousandth
     """
     if not q.numel() or not k.numel():
         return True
@@ -75,18 +75,18 @@ def can_compute(q: Tensor, k: Tensor, v: Tensor | None, scale: float, backward: 
 
 
 def _size(x: Tensor) -> Tensor:
-    """Return the largest magnitude in x, NaN if x has one."""
+    """Return the max magnitude in x, NaN if x has a NaN."""
     return torch.stack(torch.aminmax(x)).abs().amax()
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Return the largest norm of the rows of x [H, T, D]."""
+    """Return the max norm of the rows of x [H, T, D]."""
     return torch.linalg.vector_norm(x, dim=-1).amax()
 
 
 def hide(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Convert visible pairs to a bias: 0, or -inf for hidden pairs; one tile if all are equal; None for
-    None."""
+    """Convert visible pairs to a bias: 0, or -inf for hidden pairs. Returns one tile if all are equal, and
+    None for None."""
     if visible is None:
         return None
     visible = visible[:1] if visible.stride(0) == 0 else visible

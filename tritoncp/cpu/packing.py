@@ -1,6 +1,6 @@
 """Packed rows: the tokens of a buffer in the order of its slots, concatenated over batch rows: [H, T, D].
 
-In packed rows a run of slots is one range, and there is no padding and no batch dimension.
+In packed rows a run of slots is one range; there is no padding and no batch dimension.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Packing:
 
     def pack(self, x: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
         """Return the packed rows [H, T, width] of x [B, H, S, D], with zeros in channels from D on. The
-        memory layout is always the same, since BLAS may round differently with another."""
+        memory layout is always the same, since BLAS may round differently for other layouts."""
         parts = [y if rows is None else y.index_select(1, rows) for y, rows in zip(x, self.rows)]
-        empty = x.new_zeros(x.shape[1], 0, x.shape[3])  # for a batch size of 0
+        empty = x.new_zeros(x.shape[1], 0, x.shape[3])  # if the batch is empty
         packed = (parts[0] if len(parts) == 1 else torch.cat([empty, *parts], 1)).to(dtype)
         if width is not None and width > packed.shape[2]:
             packed = torch.nn.functional.pad(packed, (0, width - packed.shape[2]))
@@ -105,7 +105,8 @@ def even_step(starts: Sequence[int]) -> int | None:
 def scatter(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
     """Write parts [n, H, length, D] to disjoint ranges of rows of x [H, T, D] that begin at ``starts``.
 
-    One operation for all parts, since threads synchronise after each operation."""
+    All parts are written by one operation, since threads synchronise after each operation.
+    """
     if even_step(starts) is not None:
         gather(x, starts, parts.shape[2]).copy_(parts)
     else:
@@ -113,8 +114,8 @@ def scatter(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
 
 
 def scatter_add(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
-    """Add parts [n, H, length, D] to ranges of rows of x [H, T, D] that begin at ``starts``: one operation
-    for each group of disjoint ranges, in the order of :func:`disjoint`."""
+    """Add parts [n, H, length, D] to ranges of rows of x [H, T, D] that begin at ``starts``, by one operation
+    for each group of :func:`disjoint`."""
     length = parts.shape[2]
     for index in disjoint(starts, length):
         subset = [starts[i] for i in index]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import vmapped
+from tritoncp.mods.tracing import vmapped
 
 ScoreMod = Callable[..., Tensor]
 # vmap dimensions of (score, b, h, q_idx, kv_idx) from keys to tiles: for indices of rows and keys, and for
@@ -41,7 +41,7 @@ class Scores:
         # torch.sub, not sub_: a score_mod may return a view of the scores or of a capture.
         p = _probabilities(torch.sub(scores, m[..., None]))
         total = p.sum(-1)
-        filled = total != 0  # True for NaN
+        filled = total != 0  # also true for NaN
         total = torch.where(filled, total, 1)
         lse = torch.where(filled, m + total.log(), -torch.inf)
         return _products(p, v) / total[..., None], lse
@@ -55,7 +55,7 @@ class Scores:
         if self.score is None:
             scores, pull = self._modified(raw, ()), None
         else:
-            # Inside an op, autograd is off; functorch's transforms work nevertheless.
+            # Inside an op, autograd is off, but functorch's transforms work.
             scores, pull, *_ = torch.func.vjp(lambda raw, *caps: self._modified(raw, caps), raw, *captures)
         p = _probabilities(scores - lse[..., None])
         ds = _products(dout, v, transpose=True).sub_(delta[..., None]).mul_(p)
@@ -77,8 +77,8 @@ class Scores:
         return _products(q * self.scale, k, transpose=True)
 
     def _modified(self, raw: Tensor, captures: Sequence[Tensor]) -> Tensor:
-        """Apply the score_mod; scores of hidden pairs become -inf. For a hidden pair, where it may be
-        undefined, the score_mod gets the score and indices of a visible pair."""
+        """Apply the score_mod; scores of hidden pairs become -inf. The score_mod may be undefined for hidden
+        pairs, so it gets the score and indices of a visible pair in their place."""
         scores, (b, h, rows, keys) = raw, self.indices
         if self.score is not None:
             mod = self.score(captures)
@@ -91,8 +91,8 @@ class Scores:
         return scores if self.visible is None else torch.where(self.visible, scores, -torch.inf)
 
     def _with_visible_pairs(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (scores, heads [H] or [n, H], rows and keys [n, (H,) height, width]) of all pairs, in which
-        a hidden pair is replaced by its tile's first visible pair for this head, or else for another head."""
+        """Return (scores, heads [H] or [n, H], rows and keys [n, (H,) height, width]) of all pairs, with
+        hidden pairs replaced by the tile's first visible pair for this head, or else for another head."""
         assert self.visible is not None
         _, heads, rows, keys = self.indices
         first = self.visible.flatten(2).int().argmax(-1)  # [n, 1 or H]
@@ -121,9 +121,8 @@ def _pair_levels(heads: Tensor, rows: Tensor) -> tuple[Any, ...]:
 
 
 def _probabilities(x: Tensor) -> Tensor:
-    """Compute exp(x) in place, with x <= 0 up to rounding. Results so small that products with them could be
-    subnormal are 0: exp and products of subnormal numbers take up to 80 times as long, exp of -inf 8
-    times."""
+    """Compute exp(x) in place, with x <= 0 up to rounding. Tiny results, whose products could be subnormal,
+    are set to 0: exp and products of subnormal numbers take up to 80 times as long, exp of -inf 8 times."""
     limits = torch.finfo(x.dtype)
     least = limits.tiny / limits.eps
     return torch.threshold_(x.clamp_(math.log(least), 0).exp_(), 2 * least, 0)
@@ -135,7 +134,7 @@ def _products(a: Tensor, b: Tensor, transpose: bool = False) -> Tensor:
     n, heads, rows, x = a.shape
     kv_heads = b.shape[1]
     joined = a.reshape(n * kv_heads, heads // kv_heads * rows, x)
-    b = b.reshape(n * kv_heads, *b.shape[2:])  # before the transpose, so that the layout is always the same
+    b = b.reshape(n * kv_heads, *b.shape[2:])  # before the transpose, to keep one layout
     product = torch.bmm(joined, b.mT if transpose else b)
     return product.view(n, heads, rows, product.shape[2])
 

@@ -1,4 +1,4 @@
-"""One attention step for the CPU engine: packed rows, tiles for each group of heads, visible pairs of
+"""One attention step of the CPU engine: packed rows, tiles for each group of heads, and visible pairs of
 tiles."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache
-from tritoncp.core.tracing import vmapped
 from tritoncp.cpu.packing import Packing, row_index
 from tritoncp.cpu.tiles import PackedTile, Range, SlotRow, TileBatch, batches_of, slot_rows, tiles_of
+from tritoncp.mods.tracing import vmapped
 from tritoncp.planning.step_tables import Tables
 
 
@@ -54,8 +54,8 @@ class Step:
         cls, tables: Tables, q: Tensor, k: Tensor, mask: Callable[..., Tensor] | None, first_row: int,
         first_head: int, flash: bool, steps: BoundedCache[Any, Step],
     ) -> Step:  # fmt: skip
-        """Return the cached or new step for tensors with the shapes of q and k. flash: for torch's flash
-        kernel; steps: the cache"""
+        """Return the step for tensors with the shapes of q and k, from the cache ``steps`` if it is there.
+        flash: whether torch's flash kernel computes it"""
         key = tables, q.shape[:3], k.shape[:3], first_row, first_head, flash
         if (step := steps.get(key)) is None:
             packings = (
@@ -103,8 +103,8 @@ class Step:
         return pairs
 
     def decides(self, group: HeadGroup, slots: Sequence[SlotRow], keys: Range) -> bool:
-        """Return whether window or intervals decide all pairs of these slots and keys. (Intervals derived
-        from a mask_mod are valid in masked blocks only.)"""
+        """Return whether the window or intervals decide all pairs of these slots and keys. (Intervals of a
+        mask_mod are valid only in masked blocks.)"""
         if self.window is not None:
             return True
         if group.lo is None or group.hi is None:
@@ -142,14 +142,14 @@ def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) 
         group = HeadGroup(part, kv_part, lo, hi, ())
         tiles: list[PackedTile] = []
         for b in range(batch):
-            ptr = _of_head(tables.row_ptr, b, head + step.first_head)
+            ptr = _select_head(tables.row_ptr, b, head + step.first_head)
             slots = slot_rows(ptr, runs, step.q.edges[b], step.kv.edges[b])
             tiles += tiles_of(slots, b, flash, partial(step.decides, group))
         groups.append(replace(group, batches=tuple(batches_of(tiles))))
     return groups
 
 
-def _of_head(x: Tensor, b: int, head: int) -> Tensor:
+def _select_head(x: Tensor, b: int, head: int) -> Tensor:
     """Return the entry of a table [1 or B, 1 or H, ...] for a batch row and a query head of the layer."""
     return x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
 
@@ -160,6 +160,6 @@ def _packed_bounds(packing: Packing, bounds: Tensor | None, head: int, batch: in
         return None
     parts: list[Any] = [bounds.new_zeros(0)]
     for b, rows in enumerate(packing.rows):
-        own = _of_head(bounds, b, head)
+        own = _select_head(bounds, b, head)
         parts.append(own if rows is None else own[rows])
     return torch.cat(parts).long()

@@ -1,8 +1,8 @@
 """Tiles of the CPU engine: a step's blocks as rectangles of packed rows and keys, batched by equal shape.
 
-Full blocks are joined to large rectangles: the keys that all slots of a range of Q slots see are one
-rectangle, if that saves more time than merging its results takes; then the same for each half of the range.
-The blocks of a few neighbouring Q slots, as under a window, become one masked tile (a band), if few of its
+Full blocks are joined to large rectangles: the keys that all Q slots of a range see are one rectangle, if it
+saves more time than merging its results takes; then each half of the range is treated the same way. The
+blocks of a few neighbouring Q slots, for example of a window, become one masked tile (a band), if few of its
 pairs are hidden.
 """
 
@@ -17,18 +17,18 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import Kind
 
-SHORT = 4  # most KV slots of a masked tile
+SHORT = 4  # max KV slots of a masked tile
 BAND_ROWS = 256  # rows of a band; with fewer, torch's kernel uses smaller products
-BAND_COLUMNS = 2048  # most columns of a band
-BAND_WASTE = 1.35  # largest ratio of a band's pairs to the pairs of listed blocks
-MAX_COLUMNS = 1024  # most columns of a tile whose products are to fit in the cache
-# (least rows of a tile, time of torch's flash kernel per pair relative to large tiles)
+BAND_COLUMNS = 2048  # max columns of a band
+BAND_WASTE = 1.35  # max ratio of a band's pairs to the pairs of listed blocks
+MAX_COLUMNS = 1024  # max columns of a tile whose products have to fit in the cache
+# (min rows of a tile, time of torch's flash kernel per pair relative to large tiles)
 PAIR_TIMES = (768, 1.0), (192, 1.1), (0, 1.3)
 MERGE_TIME = 55  # time to merge the results of a row, in units of a pair in a large tile
 
 Range = tuple[int, int]
 Covers = Callable[[Sequence["SlotRow"], Range], bool]
-# (slots, keys) -> whether the rule that decides masked blocks decides all pairs of these
+# (slots, keys) -> whether the window or intervals decide all their pairs
 
 
 class PackedTile(NamedTuple):
@@ -100,7 +100,7 @@ class SlotRow(NamedTuple):
         """Return the parts of a range of keys that are in neither list."""
         parts = [keys]
         for listed in (*self.full, *self.masked):
-            parts = _without(parts, listed)
+            parts = _subtract(parts, listed)
         return parts
 
 
@@ -203,8 +203,8 @@ def _band(slots: Sequence[SlotRow], batch: int, covers: Covers) -> PackedTile | 
 
 
 def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[PackedTile]) -> None:
-    """Append full tiles: one of the keys that all slots see, if it is worth the merge of its rows; then, by
-    recursion, of the other keys of each half of the slots."""
+    """Append full tiles: one for the keys that all slots see, if it saves more time than merging its rows
+    takes; then, by recursion, tiles for the other keys of each half of the slots."""
     slots = [slot for slot in slots if slot.full]
     if not slots:
         return
@@ -219,7 +219,7 @@ def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[PackedTile]) -> Non
         shared = [keys for keys in shared if saved * (keys[1] - keys[0]) > MERGE_TIME]
     for keys in shared:
         tiles.append(_tile("full", batch, rows, keys))
-        slots = [SlotRow(slot.rows, _without(slot.full, keys), []) for slot in slots]
+        slots = [SlotRow(slot.rows, _subtract(slot.full, keys), []) for slot in slots]
     if len(slots) > 1:
         half = len(slots) // 2
         _stack(slots[:half], batch, tiles)
@@ -246,10 +246,10 @@ def _merge(ranges: Sequence[Range]) -> list[Range]:
     return merged
 
 
-def _without(ranges: Sequence[Range], hole: Range) -> list[Range]:
+def _subtract(ranges: Sequence[Range], hole: Range) -> list[Range]:
     """Remove a range from sorted ranges.
 
-    >>> _without([(0, 4), (6, 9)], (2, 7))
+    >>> _subtract([(0, 4), (6, 9)], (2, 7))
     [(0, 2), (7, 9)]
     """
     pieces = [piece for a, b in ranges for piece in ((a, min(b, hole[0])), (max(a, hole[1]), b))]

@@ -13,7 +13,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model. Every query head has its own ALiBi slope; two of them share a KV head."""
+    """Sizes of the model. Every query head has a different ALiBi slope; two query heads share a KV head."""
 
     vocabulary: int = 256  # bytes
     layers: int = 2
@@ -50,8 +50,8 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model, from bytes to logits of the next byte. A shard is an ordinary batch: only `positions` and
-    `attend` differ."""
+    """The model, which maps bytes to logits of the next byte. A shard is an ordinary batch: only `positions`
+    and `attend` differ."""
 
     def __init__(self, shape: ModelShape):
         super().__init__()

@@ -12,17 +12,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tritoncp.call.engine_factory import uses_triton
 from tritoncp.command_base import make_output_folder
-from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
+from tritoncp.core.processes import interpret_without_gpu, torchrun_world_size
 from tritoncp.demo import train
 from tritoncp.demo.corpus import windows
 from tritoncp.demo.train import TrainingConfig, plan_documents
-from tritoncp.ops.engine_factory import uses_triton
 from tritoncp.report.drawing import require_matplotlib
 
 # Both runs do the same float32 arithmetic in another order. Losses of 2 to 6 lie on a grid of 2.4e-7 or
-# 4.8e-7, and AdamW carries differences in the last bits on: over 20 steps they stayed below 1e-6. The mildest
-# bug tried, ALiBi that sees keys in gathered instead of global order, gives 8e-4 at once and 3e-3 by step 3.
+# 4.8e-7, and AdamW accumulates differences in the last bits: over 20 steps they stayed below 1e-6. The bug
+# with the min effect that was tried, ALiBi with keys in gathered instead of global order, gives 8e-4 at once
+# and 3e-3 by step 3.
 TOLERANCE = 1e-4
 
 
@@ -72,7 +73,7 @@ def default_world_size() -> int:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest difference of losses; NaN if one is NaN.
+    """Return the max difference of losses; NaN if a loss is NaN.
 
     >>> difference([2.0, 1.0], [2.0, 1.5]), difference([float("nan")], [1.0])
     (0.5, nan)

@@ -19,15 +19,15 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard
-from tritoncp.core.process_environment import interpret_without_gpu, use_loopback_interface
+from tritoncp.core.processes import interpret_without_gpu, use_loopback_interface
 from tritoncp.demo.corpus import IGNORE, Window, windows
 from tritoncp.demo.model import ModelShape, Transformer
 from tritoncp.masks.closed_forms import causal, document
 from tritoncp.masks.mask_mod import and_masks
 from tritoncp.masks.named import alibi
 
-TIMEOUT = timedelta(minutes=5)  # far more than one step takes
-BLOCKS = 4  # of each rank: with fewer, documents cannot be dealt evenly
+TIMEOUT = timedelta(minutes=5)  # much longer than one step
+BLOCKS = 4  # min blocks per rank: with fewer, documents cannot be divided evenly
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ def train(
 
 
 def loss_of(model: Transformer, text: Window, bias: Any, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's part of the mean loss: the sum over its tokens, divided by the number of all ranks'
-    tokens."""
+    """Return this rank's part of the mean loss: the sum over its tokens, divided by the number of tokens of
+    all ranks."""
     tokens, labels = (x.to(model.embed.weight.device) for x in (text.tokens, text.labels))
     plan = plan_documents(text.lengths, group)
-    count = (labels != IGNORE).sum()  # before sharding: the global count, no communication
+    count = (labels != IGNORE).sum()  # count before sharding, without communication
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flex_attention(q, k, v, bias, plan, mesh=group, enable_gqa=True)
@@ -158,7 +158,7 @@ def train_rank(rank: int, world_size: int, port: int, config: TrainingConfig, qu
 
 @contextlib.contextmanager
 def join_group(rank: int, world_size: int, device: torch.device, port: int) -> Iterator[Any]:
-    """Context of the process group, which all ranks leave together."""
+    """Join the process group in a ``with`` block, which all ranks leave together."""
     store, kind = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT), backend(world_size)
     torch.set_num_threads(1)  # ranks share the cores
     if device.type == "cuda":
@@ -176,7 +176,7 @@ def join_group(rank: int, world_size: int, device: torch.device, port: int) -> I
 
 def leave_together(store: dist.Store, world_size: int) -> None:
     """Wait for all ranks, by the store: a rank that disconnects early can break the last collective of a
-    slower one, even if that is a barrier."""
+    slower rank, even a barrier."""
     if store.add("tritoncp/leaving", 1) == world_size:
         store.set("tritoncp/left", "all")
     store.wait(["tritoncp/left"], TIMEOUT)

@@ -1,9 +1,9 @@
 """Requests for messages between ranks, and drivers of the schedules that yield them.
 
-A pass of a schedule is a generator: it yields a collective to start and gets back a ticket, yields the
-ticket to wait and gets back the tensor.  Computation between the two overlaps with the messages.  ``run``
-drives one rank over a process group; ``lockstep`` drives all ranks of a simulated world in one thread, one
-yield at a time; ``run_alone`` runs the schedule of one rank that is alone.
+A pass of a schedule is a generator: it yields a collective to start and gets back a ticket, yields the ticket
+to wait and gets back the tensor. Computation between the two overlaps with the messages. ``run`` drives one
+rank over a process group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a
+time; ``run_alone`` drives a rank without a group.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from tritoncp.distributed.failures import AwaitedMessage, GroupClosed, Record
 from tritoncp.distributed.profiler_ranges import message_range
 
 T = TypeVar("T")
-# Renamed in torch 2.13, where the old names warn.
+# torch 2.13 renamed these functions, and its old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -53,10 +53,10 @@ class AllToAll:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A collective in flight, for one wait, after which the ticket keeps none of its buffers.
+    """A collective in flight. It is waited for once, and then keeps no buffer alive.
 
-    on_host: whether a wait for it blocks the host, as for tensors on the CPU
-    number:  it is the number-th message of the group
+    on_host: whether a wait for it blocks the host, which it does for tensors on the CPU
+    number:  number of the message among all messages of the group
     """
 
     result: Any
@@ -72,13 +72,12 @@ class Ticket:
 
 
 Collective = AllGather | ReduceScatter | AllToAll
-Requests = Generator[Collective | Ticket, Any, T]  # of a schedule, which computes between them
+Requests = Generator[Collective | Ticket, Any, T]  # of a schedule, which computes in between
 
 
 def run(schedule: Requests[T], group: dist.ProcessGroup, name: str = "exchange", direction: str = "") -> T:
-    """Drive one rank's schedule over a process group. Raises PeerLost where a message fails, will not come,
-    or does not end within the group's timeout. name, direction: of the ranges of its messages in a
-    profiler's trace."""
+    """Drive one rank's schedule over a process group. Raises PeerLost if a message fails, cannot come, or
+    does not end within the group's timeout. name, direction: names of the messages in a profiler's trace."""
     answer: Any = None
     record = failures.record_of(group)
     for turn in itertools.count(1):
@@ -104,7 +103,7 @@ def run(schedule: Requests[T], group: dist.ProcessGroup, name: str = "exchange",
 
 
 def run_alone(schedule: Requests[T]) -> T:
-    """Run the schedule of a rank without a group, which sends no messages."""
+    """Drive the schedule of a rank without a group, which sends no messages."""
     try:
         request = next(schedule)
     except StopIteration as stop:
@@ -138,8 +137,8 @@ def _finish(ticket: Ticket, group: dist.ProcessGroup, record: Record, turn: int 
 
 
 def start_in_graph(request: Collective, group: dist.ProcessGroup, buffer: Tensor | None = None) -> Tensor:
-    """Start a collective that ``_c10d_functional.wait_tensor`` of the returned tensor waits for, elsewhere in
-    a graph. buffer: the tensor to return, which holds the target of the request; None: the result."""
+    """Start a collective inside a graph; ``_c10d_functional.wait_tensor`` of the returned tensor waits for
+    it. buffer: the tensor to return, which contains the request's target; None: the result."""
     record = failures.record_of(group)
     try:
         ticket = _start_numbered(request, group, record, "shared keys")
@@ -173,7 +172,7 @@ def _start(request: Collective, group: dist.ProcessGroup) -> Ticket:
         case AllGather():
             result = x.new_empty(x.shape[0] * world, *x.shape[1:])
             work = _all_gather(result, x, group=channel, async_op=True)
-        case ReduceScatter() if on_host:  # gloo's own is this too, and waits without a timeout
+        case ReduceScatter() if on_host:  # gloo's all_gather does this too, but waits without a timeout
             total = x.clone()
             work = dist.all_reduce(total, group=channel, async_op=True)
             result = total.chunk(world)[group.rank()]
@@ -252,7 +251,7 @@ def dtype_name(x: Tensor) -> str:
 
 
 def _run_all_to_alls(requests: Sequence[AllToAll]) -> list[Ticket]:
-    """Concatenate the rows that all ranks send to each rank, in its target if it has one."""
+    """Concatenate the rows that are sent to each rank, in the rank's target if it has one."""
     if len({request.x.dtype for request in requests}) > 1:
         dtypes = ", ".join(dtype_name(request.x) for request in requests)
         raise RuntimeError(f"the ranks' AllToAlls differ: {dtypes} in the same turn")
@@ -275,8 +274,8 @@ def _run_all_to_alls(requests: Sequence[AllToAll]) -> list[Ticket]:
 def exchange(
     numbers: Sequence[int], group: dist.ProcessGroup, purpose: str = "an exchange of settings"
 ) -> list[list[int]]:
-    """Gather every rank's integers, in rank order: one small message between each pair of ranks, on the
-    group's control communicator. Every rank passes equally many.
+    """Gather every rank's integers, in rank order, by small messages on the group's control communicator.
+    Every rank passes the same number of integers.
 
     purpose: the call that all ranks make, for the message of PeerLost, which names the absent ranks
     """

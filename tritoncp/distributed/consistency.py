@@ -1,7 +1,7 @@
 """Consistency checks between ranks: ranks compare facts, and all raise if facts differ.
 
-Every rank makes its plan from its own mask; only a few integers are exchanged. Texts are exchanged only after
-a difference. Where one rank fails, the others learn it as in every call (:mod:`.failures`).
+Every rank makes its plan from its mask; only a few integers are exchanged. Texts are exchanged only after a
+difference. If one rank fails, the others are told as in every call (:mod:`.failures`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tritoncp.distributed.failures import name_ranks
 
 T = TypeVar("T")
 NUMBERS = 2  # integers in a record that may differ between ranks
-TEXT = 1024  # bytes of a rank's text, exchanged once ranks differ
-CHECKED = CHECK.read()  # every call
-REMEDIES = {  # the facts that ranks compare, in this order, and the remedy where they differ
+TEXT = 1024  # bytes of a rank's text, exchanged when ranks differ
+CHECKED = CHECK.read()  # in every call
+REMEDIES = {  # the facts that ranks compare, in this order, and the remedy for a difference
     "call": "All ranks of a mesh must make the same calls in the same order.",
     "plans": "Pass the same source, target and side on every rank.",
     "versions": "Install the same on every host.",
@@ -45,7 +45,7 @@ REMEDIES = {  # the facts that ranks compare, in this order, and the remedy wher
     "captures": "Captures of a score_mod are replicated: pass the same numbers and tensors on every rank.",
     "mask": "Every rank needs the same global mask: the same code, numbers and tensors; what depends on the "
     "rank, or on random numbers not seeded alike, does not belong into it.",
-    "placement": "A balancer of your own has to assign the same blocks on every rank.",
+    "placement": "A balancer has to assign the same blocks on every rank.",
 }
 
 Text = str | Callable[[], str]
@@ -63,8 +63,8 @@ def together(
     purpose: str,
     work: Callable[[], tuple[T, Compared, Sequence[int]]],
 ) -> tuple[T, list[list[int]]]:
-    """Run work() on every rank of the group and compare the facts it returns. Returns its result, and the
-    numbers of all ranks.
+    """Run work() on every rank of the group and compare the facts it returns. Returns the result of work(),
+    and the numbers of all ranks.
 
     purpose: the call, for messages. work: returns a result, facts that must be equal on all ranks, and up to
         NUMBERS integers that may differ.
@@ -83,14 +83,14 @@ def together(
 
 
 def can_compare(group: Any) -> bool:
-    """Return whether a call has ranks to compare: not alone, and not under CUDA-graph capture, which forbids
-    the host to wait."""
+    """Return whether a call can compare ranks: there are several, and no CUDA graph is captured, during which
+    the host cannot wait."""
     is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return group is not None and group.size() > 1 and not is_capturing
 
 
 def compare_kind(group: Any, kind: str) -> None:
-    """Compare the kind and number of a call that has no other facts, under TRITONCP_CHECK=1."""
+    """Compare the kind and number of a call without other facts, under TRITONCP_CHECK=1."""
     if CHECKED and can_compare(group):
         together(group, kind, lambda: (None, {"call": fact(kind)}, ()))
 
@@ -116,8 +116,8 @@ def _read(text: Text) -> str:
 
 
 def _record(facts: Compared, numbers: Sequence[int]) -> list[int]:
-    """Encode one rank's row: its numbers, digests of its facts. Equally long for every purpose, so that ranks
-    that make different calls meet in one exchange and report it."""
+    """Encode one rank's row: its numbers, and digests of its facts. It has one length for all purposes, so
+    that ranks that make different calls meet in one exchange and report it."""
     digests = [digest_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
     return [*numbers, *[0] * (NUMBERS - len(numbers)), *digests]
 
@@ -128,7 +128,7 @@ def digest_word(content: bytes) -> int:
 
 
 def _check_facts(facts: Compared, rows: list[list[int]], group: Any, purpose: str) -> None:
-    """Raise Disagreement, with the values of each rank, where one of the facts differs."""
+    """Raise Disagreement with the values of each rank if a fact differs."""
     columns = {name: [row[NUMBERS + at] for row in rows] for at, name in enumerate(REMEDIES)}
     differing = [name for name, values in columns.items() if len(set(values)) > 1]
     if not differing:
@@ -141,7 +141,7 @@ def _check_facts(facts: Compared, rows: list[list[int]], group: Any, purpose: st
     parts = collectives.exchange_bytes(own.encode(), TEXT, group, purpose)
     texts = [part.rstrip(b"\0").decode(errors="ignore") for part in parts]
     descriptions = {digest: texts[ranks[0]] for digest, ranks in ranks_by_digest.items()}
-    if len(set(descriptions.values())) < len(descriptions):  # different digests have the same text
+    if len(set(descriptions.values())) < len(descriptions):  # different digests may have the same text
         descriptions = {digest: f"{text} (digest {digest & 0xFFFFFFFF:08x})"
                         for digest, text in descriptions.items()}  # fmt: skip
     values = ". ".join(
@@ -153,6 +153,6 @@ def _check_facts(facts: Compared, rows: list[list[int]], group: Any, purpose: st
         f"the ranks differ in {name}: {' against '.join(map(name_ranks, ranks_by_digest.values()))} "
         f"({purpose}). {values}.{also} {REMEDIES[name]}"
     )
-    if name == "call":  # later calls would meet others too
+    if name == "call":  # later calls of the ranks would not match either
         failures.close(group, failures.record_of(group), text)
     raise Disagreement(text)

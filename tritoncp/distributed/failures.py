@@ -1,12 +1,13 @@
-"""Errors of calls on one rank: they close the group for that rank, and the other ranks read rank and cause.
+"""Errors of calls on one rank: they close the group for that rank, and tell the other ranks which rank failed
+and why.
 
 All ranks of a group start the same messages in the same order. A rank whose call raised starts no further
-message, so that no later call of it can meet an older one of another rank. It appends an entry to a log in
+message; otherwise its next call could meet the current call of another rank. It appends an entry to a log in
 the group's store: its rank, the call, the first line of the error, and how many messages it has started. A
-rank that waits longer than a second reads the log: after an entry with fewer messages than its own it waits
-in vain, and raises.
+rank that waits longer than a second reads the log. If another rank stopped after fewer messages, it waits in
+vain, and raises.
 
-Ranks that all stopped after equally many messages are in step: the next call opens the group again.
+If all ranks stopped after the same number of messages, the next call opens the group again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tritoncp.core.bounded_cache import OwnedState
 from tritoncp.core.log_lines import area_logger
 
 SLICE = 1.0  # seconds of a wait before the log is read
-AGREEMENT = 5.0  # seconds in which all ranks fail, if they fail alike
+AGREEMENT = 5.0  # seconds within which all ranks fail if they fail for one reason
 STORE_TIMEOUT = 2.0  # seconds to wait for a store's answer
 MAX_LINE = 500  # characters of an error
 FAILED, CLOSED, WAITED = "failed", "closed", "waited"
@@ -37,7 +38,7 @@ log = area_logger("ranks")
 
 
 class GroupClosed(RuntimeError):
-    """Raised by calls on a group after a call on it failed. absent: the ranks that caused it, if the log has
+    """Raised by calls on a group after a call on it failed. absent: the ranks that failed, if the log names
     them."""
 
     def __init__(self, message: str, absent: Sequence[int] = ()):
@@ -54,8 +55,8 @@ class LogEntry(NamedTuple):
     """An entry of a group's log.
 
     messages: number of messages that the rank had started
-    kind:     FAILED: a call of the rank raised, perhaps as on all ranks; CLOSED: the rank makes no further
-              calls; WAITED: nor does this one, whose message did not arrive
+    kind:     FAILED: a call of the rank raised, perhaps on all ranks; CLOSED: the rank makes no further
+              calls; WAITED: a message did not arrive, and the rank makes no further calls
     """
 
     rank: int
@@ -68,12 +69,12 @@ class LogEntry(NamedTuple):
 class Record:
     """One rank's record of a group.
 
-    messages: that this rank has started
-    calls:    that have ended
-    stopped:  the failure of the last call; "" where calls may go on
-    closed:   the error of all further calls; "" while all ranks may have failed alike
-    entries:  of the group's log, as far as this rank has read it
-    has_store: False once the store has not answered, as its host may be the rank that died
+    messages: number of messages that this rank has started
+    calls:    number of calls that have ended
+    stopped:  the failure of the last call; "" if there was none
+    closed:   the error that all further calls raise; "" while all ranks may have failed for one reason
+    entries:  entries of the group's log that this rank has read
+    has_store: False after the store did not answer; the rank that hosts it may have died
     control:  the control communicator on the host, a ProcessGroupGloo, once it is made
     """
 
@@ -86,7 +87,7 @@ class Record:
     control: Any = None
 
     def stops(self, size: int) -> list[LogEntry]:
-        """List the entries of ranks that stopped, without those where all ranks stopped alike."""
+        """List the entries of ranks that stopped, without failures that all ranks had in common."""
         ranks: dict[int, set[int]] = {}
         for entry in self.entries:
             if entry.kind == FAILED:
@@ -98,8 +99,8 @@ _RECORDS = OwnedState(Record)  # by group
 
 
 def record_of(group: Any) -> Record:
-    """Return this rank's record of a group. Raises GroupClosed after a call that failed, unless all ranks
-    failed alike."""
+    """Return this rank's record of a group. Raises GroupClosed after a failed call, unless all ranks failed
+    at the same message."""
     record = _RECORDS.of(group)
     if record.stopped:
         _reopen(group, record)
@@ -117,9 +118,9 @@ def closing(group: Any) -> Iterator[None]:
 
 
 def stop(group: Any, error: BaseException) -> None:
-    """Close a group, whose call raised ``error`` on this rank, unless all ranks fail alike; tell the other
-    ranks. An error that all ranks raise together, as its attribute ``is_shared`` says, closes nothing, nor
-    does the exception by which torch's checkpoint ends a recomputation early."""
+    """Close a group after a call raised ``error`` on this rank, unless all ranks fail at the same message;
+    tell the other ranks. Two errors close nothing: one that all ranks raise together (its attribute
+    ``is_shared``), and the exception by which torch's checkpoint ends a recomputation early."""
     if group is None or not _has_others(group):
         return
     record = _RECORDS.of(group)
@@ -140,7 +141,7 @@ def stop(group: Any, error: BaseException) -> None:
 
 
 def _has_others(group: Any) -> bool:
-    """Return whether a group was not destroyed, and has other ranks, which torch's "fake" backend has not."""
+    """Return whether a group exists and has other ranks. (With torch's "fake" backend it has none.)"""
     return (
         group in dist.distributed_c10d._world.pg_map
         and group.size() > 1
@@ -159,14 +160,14 @@ def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
 
 
 def _reopen(group: Any, record: Record) -> None:
-    """Open a group again if all ranks failed after equally many messages, else raise GroupClosed."""
+    """Open a group again if all ranks failed after the same number of messages, else raise GroupClosed."""
     deadline = time.monotonic() + AGREEMENT
     while not record.closed:
         _read(group, record)
         stops = record.stops(group.size())
         own = LogEntry(group.rank(), record.messages, FAILED, record.stopped)
         if own in record.entries and own not in stops:
-            record.messages += 1  # so that this failure is older than all to come
+            record.messages += 1  # so that all later failures are newer than this one
             record.stopped = ""
             return
         if (
@@ -183,8 +184,8 @@ def _reopen(group: Any, record: Record) -> None:
 class AwaitedMessage(NamedTuple):
     """A message that a rank waits for.
 
-    number:  it is the group's number-th that this rank has started
-    channel: "exchange" or "tensors"; one number has one channel on all ranks that make the same calls
+    number:  number of the message among those that this rank has started in the group
+    channel: "exchange" or "tensors"; ranks that make the same calls have equal channels for each number
     purpose: describes it for errors
     """
 
@@ -200,7 +201,7 @@ def timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def wait(work: Any, group: Any, record: Record, describe: Callable[[], AwaitedMessage]) -> None:
-    """Wait for a message between hosts, in slices, between which the log is read. Raises PeerLost.
+    """Wait for a message between hosts, and read the log from time to time. Raises PeerLost.
 
     ``is_completed`` is not called: it keeps the GIL while it waits for a lock that gloo's thread holds, which
     under a profiler waits for the GIL.
@@ -214,7 +215,7 @@ def wait(work: Any, group: Any, record: Record, describe: Callable[[], AwaitedMe
         except RuntimeError as caught:
             error = caught
         now = time.monotonic()
-        if now - slice_start < SLICE:  # the error is the message's own
+        if now - slice_start < SLICE:  # the message itself failed
             raise peer_lost(group, record, describe(), error) from error
         check(group, record, describe(), now - start, error)
 
@@ -230,7 +231,7 @@ def check(group: Any, record: Record, message: AwaitedMessage, waited: float, er
     if other is not None:
         here = f"rank {group.rank()} waited at {message.purpose()}"
         text = f"ranks made different calls: {here}, {other}"
-        record.messages = message.number - 1  # it will not take part in the other ranks' message
+        record.messages = message.number - 1  # this rank will not take part in the other ranks' message
         close(group, record, text)
         raise PeerLost(f"{text}. All ranks of a mesh must make the same calls in the same order. {REMEDY}")
     if waited >= timeout(group).total_seconds():
@@ -238,8 +239,8 @@ def check(group: Any, record: Record, message: AwaitedMessage, waited: float, er
 
 
 def _other_wait(group: Any, message: AwaitedMessage) -> str | None:
-    """Compare a message with the message of the same number for which another rank waited first. Returns the
-    text of the other one if its channel differs."""
+    """Compare a message with the message of the same number that the first rank waited for. Returns the text
+    of that one if its channel differs."""
     answers: list[str] = []
     own = json.dumps([message.channel, f"rank {group.rank()} at {message.purpose()}"])
 
@@ -252,8 +253,8 @@ def _other_wait(group: Any, message: AwaitedMessage) -> str | None:
 
 
 def peer_lost(group: Any, record: Record, message: AwaitedMessage, error: object) -> PeerLost:
-    """Close the group, as a message cannot arrive, and return the error. It names the rank that failed first,
-    else the ranks without an entry in the log while all other ranks report that they wait."""
+    """Close the group, since a message cannot arrive, and return the error. It names the rank that failed
+    first; without one, the ranks that did not log that they wait."""
     own, size, purpose = group.rank(), group.size(), message.purpose()
     close(group, record, f"call {record.calls + 1} of rank {own} waited in vain at {purpose}", WAITED)
     deadline = time.monotonic() + 2 * SLICE
@@ -317,8 +318,8 @@ def _read(group: Any, record: Record) -> bool:
 
 
 def _ask_store(group: Any, work: Callable[[dist.Store], None]) -> bool:
-    """Call a function with the group's store, which has no timeout. A store that fails or does not answer is
-    not used again. Returns False where it failed."""
+    """Call a function with the group's store, and bound the time it takes. A store that fails or does not
+    answer is not used again. Returns False if it failed."""
     record = _RECORDS.of(group)
     if not record.has_store:
         return True

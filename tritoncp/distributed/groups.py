@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncp.core import log_lines
+from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.distributed import failures
 
 
@@ -30,16 +31,16 @@ log_lines.name_rank_by(_name_own_rank)
 
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup | None  # of the ranks of a call; None: this process alone
-# Data communicators of groups, by name: torch alone owns them, so that destroy_process_group() ends their
-# threads.
+# Names of groups' data communicators. Only torch refers to the objects, so that destroy_process_group() ends
+# their threads.
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-_CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # with data communicators
+_CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups with data communicators
 CONTROL_NAME, DATA_NAME = "tritoncp control", "tritoncp data"
 
 
 def control_communicator(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
-    """Return the control communicator of a group, which carries integers. It is made at its first use: a gloo
-    communicator on the host, which waits for no GPU.
+    """Return the control communicator of a group, which carries integers: a gloo communicator, which waits
+    for no GPU. It is made at its first use.
 
     Integers sent over the group itself could meet another rank's keys and values in one collective and come
     back as garbage, without an error.
@@ -56,12 +57,12 @@ def control_communicator(group: dist.ProcessGroup, purpose: str = "a first call"
 
 
 def data_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return the communicator that carries the tensors of schedules on ``device``: all of them, so that every
-    rank starts them in the same order.
+    """Return the communicator that carries all tensors of schedules on ``device``. There is only one, so that
+    every rank starts messages in the same order.
 
-    It is the group itself, except where NCCL would use a stream of normal priority: its blocks would start
-    only after the attention kernel that fills the GPU, so that nothing overlaps.  There it is a companion: a
-    communicator of the same ranks with a high-priority stream, which all ranks make in :func:`connect_data`.
+    It is the group itself, unless NCCL uses a stream of normal priority: its blocks would start only after
+    the attention kernel that fills the GPU, so that nothing overlaps. Then it is a companion, a communicator
+    of the same ranks with a high-priority stream, which all ranks make in :func:`connect_data`.
     """
     if device.type != "cuda":
         return group
@@ -75,8 +76,8 @@ def connect_data(group: dist.ProcessGroup, device: torch.device | None = None) -
     """Connect the NCCL communicator of a group's CUDA tensors, by one collective of all ranks. NCCL connects
     at the first message and waits for all ranks, but a schedule's first message may involve only some.
 
-    device: of the call's tensors; None while a plan is made. A group that also serves CPU tensors is
-        connected by a call with GPU tensors only: its ranks may share one GPU, which NCCL refuses.
+    device: device of the call's tensors; None while a plan is made. A group that also serves CPU tensors is
+        connected only by a call with GPU tensors, since NCCL refuses ranks that share a GPU.
     """
     if group.size() == 1 or group in _CONNECTED or _nccl_of(group) is None:
         return
@@ -89,8 +90,8 @@ def connect_data(group: dist.ProcessGroup, device: torch.device | None = None) -
 
 
 def _serves_cpu(group: dist.ProcessGroup) -> bool:
-    """Return whether a group carries tensors on the CPU besides those on GPUs, as init_process_group()'s
-    default group."""
+    """Return whether a group carries CPU tensors besides GPU tensors, like the default group of
+    init_process_group()."""
     backend = dist.get_backend(group)
     return backend == "undefined" or "cpu:" in backend
 
@@ -114,11 +115,11 @@ def _nccl_of(group: dist.ProcessGroup) -> Any:
 
 
 def _make_companion(group: dist.ProcessGroup) -> str:
-    """Make a group's companion for NCCL with a high-priority stream, whose blocks start before those of other
-    streams: together on all ranks of the group. Returns its name.
+    """Make a group's NCCL companion with a high-priority stream, whose blocks start before the blocks of
+    other streams. All ranks of the group call this together. Returns its name.
 
-    It is made as by torch's new_group, but under a fixed name: the name that new_group chooses without all of
-    the world's ranks depends on the number of groups of a rank, which may differ between the ranks.
+    It is made like torch's new_group does, but with a fixed name: the names that new_group chooses depend on
+    the number of groups that a rank has made, which may differ between ranks.
     """
     store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
     torchs: Any = dist.distributed_c10d
@@ -142,8 +143,8 @@ def _make_companion(group: dist.ProcessGroup) -> str:
 def _without_split(world: dist.ProcessGroup) -> Iterator[None]:
     """Make new communicators without ncclCommSplit of the world's communicator, in a ``with`` block.
 
-    Where the world's group is bound to a device, torch splits new communicators from it, which waits for
-    every rank of the world, also for those outside the group, which do not take part.
+    If the world's group is bound to a device, torch splits new communicators from it. That waits for every
+    rank of the world, while ranks outside of the group do not take part.
     """
     device = world.bound_device_id
     world.bound_device_id = None
@@ -198,9 +199,9 @@ _NOT_A_MEMBER = (
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup | None:
-    """Return the process group of all ranks of a DeviceMesh of one or two dimensions; a ProcessGroup and None
-    are returned as they are. Raises ValueError for a group that was destroyed or does not hold this process,
-    before any message is sent."""
+    """Return the process group of all ranks of a DeviceMesh of one or two dimensions; return a ProcessGroup
+    and None as they are. Raises ValueError, before any message is sent, for a group that was destroyed or
+    does not contain this process."""
     if mesh is None:
         return None
     group = mesh if isinstance(mesh, dist.ProcessGroup) else _group_of_mesh(mesh)
@@ -210,7 +211,7 @@ def group_of(mesh: Any) -> dist.ProcessGroup | None:
 
 
 def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
-    """Return the process group of a mesh, or raise an error that names the fault of the argument."""
+    """Return the process group of a mesh, or raise an error that says what is wrong with the argument."""
     if not is_mesh(mesh):
         raise TypeError(f"mesh is a DeviceMesh, a ProcessGroup or None; got a {type(mesh).__name__}")
     if not isinstance(mesh, dist.DeviceMesh):
@@ -234,7 +235,7 @@ def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
 
 
 def is_mesh(x: Any) -> bool:
-    """Return whether an argument is a mesh or a process group, also one of other ranks."""
+    """Return whether an argument is a mesh or a process group, also a group of other ranks."""
     # Under Dynamo isinstance(group, A | B) is False for a group.
     if isinstance(x, dist.DeviceMesh) or isinstance(x, dist.ProcessGroup):  # noqa: SIM101
         return True
@@ -246,3 +247,10 @@ def degree_of(mesh: Any) -> int:
     """Return the number of ranks that exchange heads: the second dimension of a two-dimensional mesh, 0 for
     any other mesh."""
     return mesh.size(1) if isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2 else 0
+
+
+@constant_result
+def place_in_group(mesh: Any) -> tuple[str, int, int]:
+    """Return (group name, world size, rank) of a mesh: constants of a graph under Dynamo."""
+    group = group_of(mesh)
+    return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())

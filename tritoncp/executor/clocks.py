@@ -1,10 +1,10 @@
 """Vector clocks for race detection: the happens-before order of accesses by warps and asynchronous units.
 
-An agent is a warp, the tensor core (tcgen05), the engine of TMA loads, that of TMA stores, or the products of
-a warpgroup (wgmma). A tag `clock << 6 | agent` stands for the accesses of an agent up to a release. They
-happen before later accesses of a warp if the warp's row of the matrix has that clock, from a barrier, an
-mbarrier or a wait. All clocks of a CTA count the same events, so that tags below one number, the floor,
-happen before the accesses of all warps.
+An agent is a warp, the tensor core (tcgen05), the engine of TMA loads or of TMA stores, or the products of a
+warpgroup (wgmma). A tag `clock << 6 | agent` stands for the accesses of an agent up to a release. They happen
+before later accesses of a warp if the warp's row of the matrix has that clock, from a barrier, an mbarrier or
+a wait. All clocks of a CTA count the same events, so that tags below one number, the floor, happen before the
+accesses of all warps.
 
 A second matrix has the clocks of writes that a `fence.proxy.async` made visible to the asynchronous proxy.
 The fence may be by the writer, or by any warp after the write: PTX's memory model requires one between the
@@ -32,20 +32,20 @@ class Clocks:
         self.tensor, self.copy, self.bulk = warps, warps + 1, warps + 2
         self.group = warps + 3  # first of the warpgroups' agents
         self.groups = -(-warps // 4)
-        # Parts of products that a warp waits for itself; a product is done when all its four parts are
+        # Parts of products: each warp waits for its part; a product is done when all four parts are
         self.part = self.group + self.groups
         agents = self.part + 4 * self.groups
         self.rows = np.zeros((ctas, warps, 2, agents), np.int32)
         self.knows, self.fenced = self.rows[:, :, 0], self.rows[:, :, 1]
         own = np.arange(warps)
         self.knows[:, own, own] = 1
-        self.last = np.zeros((ctas, agents), np.int32)  # clock of an agent's present accesses
+        self.last = np.zeros((ctas, agents), np.int32)  # clock of an agent's current accesses
         self.last[:, :warps] = 1
         self.now = np.ones(ctas, np.int32)
         self.floor = np.full(ctas, AGENTS, np.int32)  # as a tag
         self.version = 0
 
-    def own_tags(self, cta: Array, warp: Array) -> Array:
+    def current_tags(self, cta: Array, warp: Array) -> Array:
         return (self.last[cta, warp] << SHIFT) | warp.astype(np.int32)
 
     def lower_floor(self, ctas: Any = slice(None)) -> None:
@@ -69,7 +69,7 @@ class Clocks:
         self.lower_floor(ctas)
 
     def begin(self, cta: Array, warp: Array) -> None:
-        """Start a new clock for the next accesses of these warps."""
+        """Start a new clock for later accesses of these warps."""
         self.now[np.unique(cta)] += 1
         self.last[cta, warp] = self.knows[cta, warp, warp] = self.now[cta]
         self.version += 1
@@ -107,9 +107,9 @@ class Clocks:
         self.lower_floor(cta)
 
     def unordered(self, tags: Array, cta: Array, warp: Array, own: int | None = None) -> Array | None:
-        """Return which tags [n, k] do not happen before the present accesses of a warp; None if all do.
+        """Return which tags [n, k] do not happen before the current accesses of a warp; None if all do.
 
-        own: an agent for which the warp acts, and whose own accesses are ordered
+        own: an agent for which the warp acts; its accesses are ordered
         """
         late = tags > self.floor[cta][:, None]
         if not late.any():
@@ -124,7 +124,7 @@ class Clocks:
         return late if late.any() else None
 
     def unfenced(self, tags: Array, cta: Array, warp: Array) -> Array:
-        """Return for which writes, by tags [n, k], there is no fence before the present accesses of a
+        """Return for which writes, by tags [n, k], there is no fence before the current accesses of a
         warp."""
         return self.fenced[cta[:, None], warp[:, None], tags & AGENTS] < tags >> SHIFT
 
@@ -159,11 +159,11 @@ class Shadow:
         own: int | None = None,
         same: Array | None = None,
     ) -> bool:
-        """Report threads whose access does not happen after the last write of their cells, or for a write
-        after the last reads; return whether there are any.
+        """Report threads whose access does not happen after the last write of their cells, or whose write
+        does not happen after the last reads. Return whether there are any.
 
         own:  an agent for which the threads act
-        same: threads that write the cells' present values, which is no race with another write
+        same: threads that write the cells' current values, which is no race with another write
         """
         before = [("write", self.writer), ("read", self.reader), ("read", self.reader2)]
         faulty = False
@@ -197,10 +197,10 @@ class Shadow:
             at, tags = np.nonzero(lost), np.broadcast_to(other, lost.shape)
             if isinstance(cells, tuple):  # slices
                 self.reader2[cells][at] = tags[at]
-            else:  # an index, in which cells may be repeated
+            else:  # an index, which may repeat cells
                 self.reader2[(cells[at[: cells.ndim]], *at[cells.ndim :])] = tags[at]
 
 
 def no_accesses(memory: str, clocks: Clocks, cells: int) -> Shadow:
-    """Return the shadow of a memory without accesses yet."""
+    """Return the shadow of a memory that was not accessed yet."""
     return Shadow(memory, clocks, *(np.zeros(cells, np.int32) for _ in range(3)))

@@ -10,8 +10,8 @@ Array = np.ndarray[Any, Any]
 
 
 class CommitGroups:
-    """The commit groups of all lanes. pending: for each operation in progress, the lanes that issued it,
-    their groups, and notes of the unit for each lane"""
+    """The commit groups of all lanes. pending: for each operation in progress, the lanes that issued it, the
+    groups of the lanes, and the unit's notes for each lane"""
 
     def __init__(self, count: int) -> None:
         self.commits = np.zeros(count, np.int64)

@@ -37,7 +37,7 @@ OF_OPERATION = {
 
 
 def kind_of(i: Instruction) -> str:
-    """Return roughly the pipe of an instruction. ("move": ptxas removes most of these.)"""
+    """Return the kind of an instruction, roughly its pipe. (ptxas removes many of the kind "move".)"""
     p = i.parts
     operation, t = p[0], p[-1]
     if operation in OF_OPERATION:
@@ -62,7 +62,7 @@ def kind_of(i: Instruction) -> str:
 
 
 def flops_of(i: Instruction) -> int:
-    """Return the FLOPs of a matrix product for one warp."""
+    """Return the FLOPs of a matrix product for one warp, 0 where its shape is no part of the instruction."""
     shape = re.search(r"m(\d+)n(\d+)k(\d+)", i.opcode)
     if not shape or kind_of(i) != "mma":
         return 0
@@ -73,11 +73,12 @@ def flops_of(i: Instruction) -> int:
 class LaunchCounts:
     """The counts of one launch.
 
-    warps, lanes:  how many executed each block
+    warps, lanes:  number of warps and lanes that executed each block
     memory:        sums over accesses by (space, site): requests, lanes, nbytes, units (sectors of global
-                   memory, wavefronts of shared memory), and the least units possible for these bytes
+                   memory, wavefronts of shared memory), and the min units possible for these bytes
     sectors:       sectors of global memory, read and written
     operand_bytes: bytes of shared memory that tensor cores read by descriptors
+    described_flops: FLOPs of products whose shape is no part of the instruction: tcgen05.mma
     """
 
     def __init__(self, program: PtxProgram) -> None:
@@ -86,7 +87,7 @@ class LaunchCounts:
         self.warps, self.lanes = [0] * blocks, [0] * blocks
         self.memory: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
         self.sectors: dict[str, list[Array]] = {"read": [], "write": []}
-        self.operand_bytes = 0
+        self.operand_bytes = self.described_flops = 0
 
     # called by the executor
 
@@ -97,6 +98,9 @@ class LaunchCounts:
     def operand(self, nbytes: int) -> None:
         self.operand_bytes += nbytes
 
+    def product(self, flops: int) -> None:
+        self.described_flops += flops
+
     def add(
         self, space: str, access: Access, requests: int, lanes: int, nbytes: int, units: int, least: int
     ) -> None:
@@ -104,7 +108,7 @@ class LaunchCounts:
             requests=requests, lanes=lanes, nbytes=nbytes, units=units, least=least
         )
 
-    def by_warp(self, access: Access, address: Array) -> Array:
+    def warp_addresses(self, access: Access, address: Array) -> Array:
         """Return addresses [warps, 32] of the participating warps, -1 for lanes that do not participate."""
         threads = access.threads
         a: Array = np.full(threads.count, -1, np.int64)
@@ -119,7 +123,7 @@ class LaunchCounts:
         return a[(a >= 0).any(1)]
 
     def global_access(self, access: Access, address: Array, nbytes: int, way: str) -> None:
-        a = self.by_warp(access, address)
+        a = self.warp_addresses(access, address)
         if not len(a):
             return
         sectors = np.sort(np.where(a < 0, -1, a // SECTOR), 1)
@@ -131,8 +135,8 @@ class LaunchCounts:
         self.sectors[way].append(np.unique(sectors[new]))
 
     def shared_access(self, access: Access, address: Array, nbytes: int) -> None:
-        """Count wavefronts: for each 128 bytes of lanes, the most different words in one bank."""
-        a = self.by_warp(access, address)
+        """Count wavefronts: for each 128 bytes of lanes, the max number of different words in one bank."""
+        a = self.warp_addresses(access, address)
         if not len(a):
             return
         unit = max(4, nbytes)
@@ -160,7 +164,7 @@ class LaunchCounts:
 
     def kinds(self) -> Counter[str]:
         """Return warp instructions by kind, FLOPs of matrix products, and special functions by name."""
-        out: Counter[str] = Counter()
+        out: Counter[str] = Counter(flops=self.described_flops)
         for block, warps in zip(self.program.kernel.blocks, self.warps):
             for i in block.instructions:
                 out[kind_of(i)] += warps
@@ -190,7 +194,7 @@ class LaunchCounts:
 
 
 def first_of_each(rows: Array) -> Array:
-    """Return where sorted rows have the first occurrence of a number >= 0."""
+    """Return where each number >= 0 occurs first in sorted rows."""
     new = rows >= 0
     new[:, 1:] &= rows[:, 1:] != rows[:, :-1]
     return new

@@ -17,7 +17,7 @@ class Ctas:
     """`n` CTAs of a launch, with `count` threads in all; `launch.build_ctas` adds their memories and units.
 
     program:  index of each thread's CTA in the grid, from 1
-    progress: incremented at events for which a thread may poll: a change of memory, an arrival
+    progress: counts events for which a thread may poll: changes of memory, arrivals
     """
 
     globals: Any

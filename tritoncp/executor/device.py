@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 from triton.runtime.driver import driver as drivers
 
-from tritoncp.core.cpu_target import execute_for
+from tritoncp.core.environment import execute_for
 from tritoncp.executor.driver import ExecutorDriver, LaunchRecord
 from tritoncp.executor.faults import Fault
 from tritoncp.executor.launch import Settings

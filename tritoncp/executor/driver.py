@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,11 @@ class LoadedKernel:
 LOADED: WeakValueDictionary[str, LoadedKernel] = WeakValueDictionary()  # by the path of the PTX
 
 
+def find_file(files: Mapping[str, str], end: str) -> str:
+    """Return the path of a compiled kernel's file of the kind ``end``, which it has once."""
+    return next(path for name, path in files.items() if name.endswith(end))
+
+
 class Utilities:
     """The functions of Triton's `cuda_utils` that its runtime calls."""
 
@@ -77,18 +82,18 @@ class Utilities:
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
         """Return module, function, registers, spills and threads of a kernel.
 
-        The module is None. Triton unloads any other, from version 3.8 on, when it drops the kernel: by the
-        driver that is active then, which may be a GPU's, or none at all. It loads a kernel without a module
-        again for some launches.
+        The module is None. From version 3.8 on, Triton unloads any other module when it drops the kernel, by
+        the driver that is active then, which may be a GPU's driver or none. For some launches it loads a
+        kernel without a module again.
         """
-        path = self.driver.files[name + ".ptx"]
+        path = self.driver.ptx
         kernel = LOADED.get(path)
         if kernel is None:
             kernel = LOADED[path] = LoadedKernel(name, Path(path).read_text(), shared)
         return None, kernel, 0, 0, 1024
 
     def unload_module(self, module: Any) -> None:
-        """Unload a module of the GPU's driver, whose kernel is dropped while the executor is active."""
+        """Unload a module of the GPU's driver, if Triton drops its kernel while the executor is active."""
         drivers.default.utils.unload_module(module)
 
 
@@ -148,7 +153,7 @@ class Launcher:
     def descriptor(
         self, name: str, kind: str, argument: Any, extents: list[Extent], described: Any
     ) -> list[tuple[str, Any]]:
-        """Return the kernel parameters of a descriptor: with TMA a tensor map, else pointer, sizes and
+        """Return the kernel parameters of a descriptor: a tensor map with TMA, else pointer, sizes and
         strides; then sizes and strides."""
         extents.append(extent_of(argument.base, name))
         if described is not None:
@@ -166,7 +171,7 @@ class Launcher:
 
 
 def parameter_bits(kind: str, value: Any, memory: GlobalMemory) -> int | TensorMap:
-    """Return the bits of a kernel parameter; those of a pointer include the index of its region."""
+    """Return the bits of a kernel parameter; a pointer includes the index of its region."""
     if kind == "map":
         argument, meta = value
         return tensor_map(argument, meta, memory)
@@ -214,18 +219,20 @@ class ExecutorDriver(DriverBase):
     def __init__(self, capability: int, settings: Settings) -> None:
         self.capability, self.settings = capability, settings
         self.utils, self.launcher_cls = Utilities(self), Launcher
-        self.files: dict[str, str] = {}
+        self.ptx = ""  # path of the text of the kernel that is loaded next
         self.launches: list[LaunchRecord] = []
         self.faults: list[Fault] = []
 
-    def remember_files(self, module: Any, function: Any, name: str, metadata_group: Any, hash: str) -> None:
-        self.files = dict(metadata_group)
+    def remember_ptx(self, module: Any, function: Any, name: str, files: Any, hash: str) -> None:
+        """Find the text of a kernel. Files are named for its Python function; ``name`` may come from the
+        argument ``repr`` of `triton.jit`."""
+        self.ptx = find_file(files, ".ptx")
 
     def start(self) -> None:
-        knobs.runtime.kernel_load_start_hook.add(self.remember_files)
+        knobs.runtime.kernel_load_start_hook.add(self.remember_ptx)
 
     def stop(self) -> None:
-        knobs.runtime.kernel_load_start_hook.remove(self.remember_files)
+        knobs.runtime.kernel_load_start_hook.remove(self.remember_ptx)
 
     @classmethod
     def is_active(cls) -> bool:
@@ -238,7 +245,8 @@ class ExecutorDriver(DriverBase):
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        """Return a device index, by which Triton caches kernels: unique to the architecture, and no GPU's."""
+        """Return a device index, by which Triton caches kernels: one per architecture, and not the index of a
+        GPU."""
         return 1000 + self.capability
 
     def set_current_device(self, device: int) -> None:

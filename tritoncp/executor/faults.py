@@ -20,7 +20,7 @@ class Fault:
     count:       number of threads, or accesses, at fault
     program:     ids (x, y, z) of the first CTA at fault
     threads:     first threads at fault in that CTA
-    address:     first address; for shared and tensor memory an offset
+    address:     first address; an offset for shared and tensor memory
     tensor:      name of the parameter whose tensor is nearest to the address, if any
     text:        details of the first occurrence
     """
@@ -55,7 +55,7 @@ class Fault:
 
 
 class ExecutionFault(RuntimeError):
-    """Raised for a launch with faults, which are in `faults`."""
+    """Raised for a launch with faults, which are listed in `faults`."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.faults = list(faults)

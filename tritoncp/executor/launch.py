@@ -26,13 +26,13 @@ from tritoncp.executor.units.tma import TensorMap, Tma
 from tritoncp.executor.units.wgmma import Wgmma
 
 Array = np.ndarray[Any, Any]
-THREADS_AT_ONCE = 8192  # threads that run together, so many that the overhead of NumPy calls is small
-SHARED_AT_ONCE = 16 << 20  # most bytes of shared memory of CTAs that run together
+THREADS_AT_ONCE = 8192  # number of threads that run together, which makes the overhead of NumPy calls small
+SHARED_AT_ONCE = 16 << 20  # max bytes of shared memory of CTAs that run together
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of launches, see `device.compiled_kernels`."""
+    """Settings of launches, as in `device.compiled_kernels`."""
 
     seed: int | None = None
     count: bool = False
@@ -45,7 +45,8 @@ class GridExecution:
 
     elected_lane: lane that `elect.sync` returns
     random:       generator for the order of CTAs, warps and atomics, if there is a seed
-    step:         threads that remain together under a seed: a warp, or a warpgroup if the code needs that
+    step:         number of threads that stay together under a seed: a warp, or a warpgroup if the code needs
+                  it
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class GridExecution:
 
 
 def smallest_access(opcodes: list[str], space: str) -> int:
-    """Return the bytes of the smallest access to a space, at most 4: the granule of its shadow."""
+    """Return the bytes of the smallest access to a space, up to 4: the granule of its shadow."""
     smallest = 4
     for o in opcodes:
         parts = o.split(".")

@@ -27,7 +27,7 @@ from tritoncp.executor.ptx.parse import parse_ptx
 
 Array = np.ndarray[Any, Any]
 __all__ = ["PtxProgram", "load_program", "write_program"]
-assert forms  # its import fills the table of instructions
+assert forms  # the import fills the table of instructions
 
 
 @dataclass
@@ -36,7 +36,7 @@ class PtxProgram:
 
     source:    Python source of the blocks' functions
     literals:  name, NumPy type and value of each constant; a value (symbol, offset) is an address
-    borders:   for each block, the indices of registers live at its start and at its end
+    borders:   for each block, the indices of registers that are live at its start and at its end
     rank:      rank of each block, see `meeting_order`
     sites:     instructions by index, for reports
     early:     uses of registers that an asynchronous instruction still writes

@@ -1,7 +1,7 @@
 """Scheduler of the threads of some CTAs: runs groups of threads block by block until all have returned.
 
-Divergent threads reconverge, since of all groups the one in the block of lowest rank runs next
-(`meeting_order`). With a seed, random warps, or warpgroups, run ahead of others.
+Divergent threads reconverge, since the group in the block of lowest rank runs next (`meeting_order`). With a
+seed, random warps, or warpgroups, run ahead of others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Scheduler:
     groups:  block -> lanes that execute it next
     waiting: (barrier, block after it) -> lanes
     visits:  register values with which threads entered loops since `Ctas.progress` was last incremented
-    stuck:   loops that threads entered again with equal values, as in polling, until it is incremented
+    stuck:   loops that threads entered again with equal values, so that they only wait for `Ctas.progress`
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Scheduler:
             lines.append(f"{count} threads at barrier {number}, {end.source} (PTX line {end.line})")
         return "; ".join(lines)
 
-    def looks(self) -> str:
+    def format_polling(self) -> str:
         """Format the polling instructions in the blocks at which threads are stuck."""
-        looks = [i for b in self.groups for i in self.blocks[b].instructions if is_look(i)]
+        looks = [i for b in self.groups for i in self.blocks[b].instructions if may_poll(i)]
         return "; ".join(f"{i}, {i.source} (PTX line {i.line})" for i in looks)
 
     # groups
@@ -86,10 +86,10 @@ class Scheduler:
     def next_group(self) -> tuple[int, Array]:
         ready = [b for b in self.groups if b not in self.stuck]
         if not ready:
-            raise CannotContinue("deadlock: every thread waits", None, self.looks())
+            raise CannotContinue("deadlock: every thread waits", None, self.format_polling())
         ready.sort(key=self.rank.__getitem__)
         if self.launch.random is not None:
-            # random warps, and of their groups the one that reconverges first
+            # random warps, and the one of their groups that reconverges first
             random, step = self.launch.random, self.launch.step
             drawn = random.random(-(-self.ctas.count // step)) < random.choice([0.3, 0.7, 1.0])
             chosen = np.repeat(drawn, step)[: self.ctas.count]
@@ -122,7 +122,7 @@ class Scheduler:
     # blocks
 
     def repeats(self, n: int, threads: Threads, entering: list[Array]) -> bool:
-        """Return whether threads enter a loop with the same register values as before, without an event
+        """Return whether threads enter a loop with the same register values as before, and no event happened
         since."""
         before = self.visits.get((n, threads))
         self.visits[n, threads] = entering
@@ -259,8 +259,8 @@ def joined(parts: list[Array]) -> Array:
     return np.sort(np.concatenate(parts)) if len(parts) > 1 else parts[0]
 
 
-def is_look(i: Instruction) -> bool:
-    """Return whether an instruction may poll for an event: a load, an atomic, a test of an mbarrier."""
+def may_poll(i: Instruction) -> bool:
+    """Return whether an instruction may poll for an event: a load, an atomic, or a test of an mbarrier."""
     looks = i.parts[0] in ("ld", "atom") and bool(
         {"volatile", "relaxed", "acquire", "acq_rel"} & set(i.parts)
     )

@@ -1,4 +1,4 @@
-"""`Threads`: a group that executes a block together, and `Access`: those of them that execute an
+"""`Threads`: a group that executes a block together; `Access`: the threads of it that execute an
 instruction."""
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Threads:
             raise CannotContinue(f"{what} by a part of a warpgroup")
 
     def tags(self) -> Array:
-        """Return the tag of each thread's present accesses, see `Clocks`."""
+        """Return the tag of each thread's current accesses, see `Clocks`."""
         clocks = self.ctas.clocks
         if self._tags[0] != clocks.version:
-            self._tags = clocks.version, clocks.own_tags(self.cta, self.warp)
+            self._tags = clocks.version, clocks.current_tags(self.cta, self.warp)
         tags = self._tags[1]
         assert tags is not None
         return tags
@@ -139,7 +139,7 @@ class Access:
 
         bad:     bool [threads, ...]; a thread with any true element is bad
         address: of each thread, or one for all
-        text:    details, or a function from the row of the first bad thread to these
+        text:    details, or a function that returns them for the row of the first bad thread
         """
         if not (len(self) if bad is None else bad.any()):
             return False

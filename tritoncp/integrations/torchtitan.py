@@ -33,7 +33,7 @@ from tritoncp.planning.plan import Plan
 
 BALANCERS: dict[str | None, BalancerName | None] = {"headtail": "head_tail", "ptrr": "ptrr", None: None}
 SEQ_DIM = 1  # sequence dimension of [B, L, N, H], torchtitan's layout
-BLOCK = 128  # largest block of the plan of a model without masks
+BLOCK = 128  # max block size of the plan of a model without masks
 
 
 class FlexAttention(attention.FlexAttention):
@@ -102,8 +102,8 @@ def flex_attention(config: Any) -> FlexAttention.Config:
 
 
 class SelectiveAC(activation_checkpoint.SelectiveAC):
-    """torchtitan's selective activation checkpointing that also saves :data:`tritoncp.SAVE_OPS`, whose
-    recomputation would communicate."""
+    """torchtitan's selective activation checkpointing, which also saves the results of
+    :data:`tritoncp.SAVE_OPS`, since their recomputation would communicate."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(activation_checkpoint.SelectiveAC.Config):
@@ -153,7 +153,7 @@ def prepare_context_parallel_input(
     extra_kwargs: "positions", and "attention_masks", a BlockMask or a dict of them; None or absent for a
         model that calls scaled_dot_product_attention, which then gets the plan of a causal mask
     load_balancer_type: "headtail", "ptrr" (by the summed work of all masks), or None for natural order
-    ptrr_mask_key: checked to be a key of the masks, otherwise ignored
+    ptrr_mask_key: has to be a key of the masks, and has no effect
 
     Raises ValueError for another balancer, key or type of mask.
     """
@@ -186,6 +186,6 @@ def _check_masks(masks: Any, key: str | None) -> None:
 
 
 def _causal_mask(length: int, world_size: int) -> Any:
-    """Return the causal mask of a model without masks, with blocks so small that each rank can get two."""
+    """Return the causal mask of a model without masks, with at least two blocks per rank."""
     block = max(16, math.gcd(BLOCK, length // (2 * world_size)))
     return create_block_mask(causal(), None, None, length, length, BLOCK_SIZE=block)

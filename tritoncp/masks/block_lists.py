@@ -12,9 +12,9 @@ from tritoncp.masks.block_runs import ABSENT, Kind
 
 
 def bound_ragged_blocks(kinds: Tensor, q_cut: int, kv_cut: int) -> Tensor:
-    """Change full blocks that the end of the sequence cuts to BOUNDED, in place.
+    """Mark full blocks that are cut by the end of the sequence as BOUNDED, in place.
 
-    q_cut, kv_cut: tokens in the last row, in the last column of blocks; 0: it is not cut.
+    q_cut, kv_cut: number of tokens in the last row and in the last column of blocks; 0 if it is whole.
     """
     edges = [kinds[:, :, -1:]] * bool(q_cut) + [kinds[..., -1:]] * bool(kv_cut)
     for edge in edges:
@@ -34,8 +34,8 @@ def lists_from_blocks(listed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def index_lists(bm: BlockMask) -> tuple[Tensor, ...]:
-    """Return a BlockMask's number of partial blocks in each row and their indices; then those of its full
-    blocks, if it lists any."""
+    """Return a BlockMask's lists: counts and indices of the partial blocks, then of the full blocks if it has
+    a list of them."""
     lists = bm.kv_num_blocks, bm.kv_indices, bm.full_kv_num_blocks, bm.full_kv_indices
     return tuple(x for x in lists if x is not None)
 

@@ -60,7 +60,8 @@ class BlockMaskInterface:
         return math.prod(self.shape)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError for what an object does not have, or has when the traced program runs."""
+        """Raise AttributeError for a missing attribute. In a traced program, say that the mask exists only
+        when the program runs."""
         if name in fields_of(self):
             raise AttributeError(TRACED.format(kind=type(self).__name__, name=name))
         raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}")
@@ -78,9 +79,19 @@ class BlockMaskInterface:
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the object itself, for any device and dtype.
 
-        Its tensors stay on the CPU; a call copies what it needs to the device of its query, once. Tensors
-        that a mask_mod captures stay where they are, as with torch's ``BlockMask.to``. It has no dtype.
-        Arguments are those of ``torch.nn.Module.to``; raises TypeError or RuntimeError for others.
+        Its tensors stay on the CPU; a call copies the tensors it needs to the device of the query, once.
+        Tensors that a mask_mod captures stay where they are, as with torch's ``BlockMask.to``. It has no
+        dtype.
+
+        Args:
+            args: arguments of ``torch.nn.Module.to``.
+            kwargs: keyword arguments of ``torch.nn.Module.to``.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            TypeError, RuntimeError: for other arguments.
         """
         torch._C._nn._parse_to(*args, **kwargs)
         return self
@@ -88,8 +99,7 @@ class BlockMaskInterface:
 
 @cache
 def sparsity_counts_blocks() -> bool:
-    """Return whether torch's BlockMask.sparsity counts blocks, so that a mask of one listed block
-    has 0 percent for any lengths; before 2.14 it counts the tokens of whole blocks."""
+    """Return whether the installed torch's BlockMask.sparsity counts blocks (from 2.14 on) or tokens."""
     lists = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=2, seq_lengths=(1, 1)).sparsity() == 0
 
@@ -98,8 +108,8 @@ def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int
     """Return the batch rows, heads and rows of blocks that an index selects, None where it selects all.
 
     index: an int, slice, integer or bool tensor or list [n], or a tuple of up to three of them; a fourth, for
-    keys, must be a full slice. An int keeps its dimension, of size 1, as in torch's BlockMask. sizes: of the
-    dimensions. Raises IndexError for numbers outside of the mask, and for what is no index.
+        keys, must be a full slice. An int keeps its dimension, with size 1, as in torch's BlockMask. sizes:
+        the sizes of the three dimensions. Raises IndexError for a number out of range or an invalid index.
 
     >>> selected_numbers((-1, slice(None), slice(2, 4)), (3, 2, 8))
     ((2,), None, (2, 3))
@@ -111,8 +121,8 @@ def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int
     keys = parts[3]
     if len(parts) > 4 or not isinstance(keys, slice) or keys not in (slice(None), slice(0, None)):
         raise IndexError(
-            f"a mask has dimensions [{', '.join(DIMENSIONS)}], of which the first three can be selected; "
-            "make the mask of fewer keys with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+            f"a mask has dimensions [{', '.join(DIMENSIONS)}], whose first three can be selected; make the "
+            "mask of fewer keys with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
         )
     return tuple(_numbers(*argument) for argument in zip(parts, sizes, DIMENSIONS, strict=False))
 
@@ -125,9 +135,9 @@ def _numbers(part: Any, size: int, dimension: str) -> tuple[int, ...] | None:
             is_bool = index.dtype is torch.bool
             if index.ndim > 1 or (is_bool and not index.ndim):
                 raise IndexError
-            index = index.long() if index.dtype is torch.uint8 else index  # which torch reads as a bool mask
+            index = index.long() if index.dtype is torch.uint8 else index  # a bool mask in torch
         numbers = torch.arange(size)[index].flatten().tolist()
-    except (IndexError, TypeError, ValueError, RuntimeError):  # torch raises all four for what is no index
+    except (IndexError, TypeError, ValueError, RuntimeError):  # of an invalid index
         numbers = []
     if not numbers:
         raise IndexError(

@@ -1,8 +1,8 @@
 """Runs: a block-sparse pattern stored as a short list of column ranges for each row of blocks.
 
-Index lists and dense block maps of a million-token mask take hundreds of MiB; its runs take a few
-hundred KiB, because the listed blocks of a row nearly always form a few ranges. Where those of a column do
-and those of a row do not, as in prefix trees, the pattern is stored by column (`transposed_runs`).
+Index lists and dense block maps of a million-token mask take hundreds of MiB; its runs take a few hundred
+KiB, because the listed blocks of a row nearly always form a few ranges. In a prefix tree only the blocks of a
+column form a few ranges: such a pattern is stored by column (`transposed_runs`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Runs:
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
-        """ptr and runs of the lines that are stored: the rows, or the columns of a TransposedRuns."""
+        """ptr and runs as stored: of the rows, or of the columns in a TransposedRuns."""
         return self.ptr, self.runs
 
     @property
@@ -83,14 +83,14 @@ class Runs:
         edge = torch.ones(len(flat), c + 1, dtype=torch.bool)  # a run may start or end left of column c
         edge[:, 1:c] = flat[:, 1:] != flat[:, :-1]
         row, start = (listed & edge[:, :-1]).nonzero(as_tuple=True)
-        last = (listed & edge[:, 1:]).nonzero()[:, 1]  # row-major, as the starts: they pair up
+        last = (listed & edge[:, 1:]).nonzero()[:, 1]  # row-major like the starts
         return cls._pack((b, h, r), c, row, start, last + 1, flat[row, start])
 
     def to_kinds(self) -> Tensor:
         """Return the dense map of block kinds, uint8 [B, H, R, C] of Kind or ABSENT."""
         b, h, r, c = self.shape
         row, start, end, kind = self._flat()
-        step = (kind - ABSENT).to(torch.uint8)  # modulo 256, in which sums of steps are exact
+        step = (kind - ABSENT).to(torch.uint8)  # uint8 wraps modulo 256, and sums of steps stay exact
         delta = torch.zeros(b * h * r * (c + 1), dtype=torch.uint8)
         delta.scatter_add_(0, row * (c + 1) + start, step)
         delta.scatter_add_(0, row * (c + 1) + end, torch.zeros_like(step) - step)
@@ -203,8 +203,8 @@ class Runs:
         return total.view(2, height, width)
 
     def unite(self, size: int = 1) -> Runs:
-        """Return the squares of ``size`` x ``size`` blocks in which any block is listed for any batch row and
-        head, as FULL blocks: Runs [1, 1, rows / size, columns / size], rounded up."""
+        """Merge squares of ``size`` x ``size`` blocks: a square is FULL if any of its blocks is listed for
+        any batch row and head. The result is Runs [1, 1, rows / size, columns / size], rounded up."""
         _, _, r, c = self.shape
         rows, columns = -(-r // size), -(-c // size)
         row, start, end, _ = self._flat()
@@ -212,7 +212,8 @@ class Runs:
         return Runs.from_table(united, rows, columns)
 
     def with_full_bounded(self) -> Runs:
-        """Return the pattern whose full blocks are bounded ones, listed among the masked ones by column."""
+        """Return the pattern with every full block marked as BOUNDED, so that it is listed among the masked
+        blocks."""
         row, start, end, kind = self._flat()
         kind = torch.where(kind == Kind.FULL, Kind.BOUNDED, kind)
         return Runs._pack(self.shape[:3], self.n_cols, row, start, end, kind)
@@ -290,8 +291,8 @@ def floor_divide(x: Tensor, divisor: int) -> Tensor:
 def _count_rows(
     start: Tensor, end: Tensor, seen: Tensor, q_block: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """List ranges of blocks with the number of neighbouring rows of tokens that have them: (row of blocks,
-    start, end, number of rows of tokens), int64 [n] each.
+    """Count how many neighbouring rows of tokens list the same range of blocks: (row of blocks, start, end,
+    number of rows of tokens), int64 [n] each.
 
     start, end, seen: [m, B * H, rows of tokens]
     """
@@ -320,7 +321,7 @@ def _covered(row: Tensor, start: Tensor, end: Tensor, count: Tensor, full: int, 
 
 
 def _cut(table: Tensor, full: Tensor, cols: int) -> Tensor:
-    """Return the ranges of a table without those of another, which lie within them."""
+    """Subtract the ranges of one table from the ranges of another that contain them."""
     row, start, end = torch.cat([table, full]).unbind(1)
     sign = torch.ones(len(row), dtype=torch.int64)
     sign[len(table) :] = -1
@@ -328,7 +329,7 @@ def _cut(table: Tensor, full: Tensor, cols: int) -> Tensor:
 
 
 def ramps(first: Tensor, length: Tensor) -> Tensor:
-    """first[0], first[0]+1, ... (length[0] of them), then first[1], ...: int64 [sum(length)].
+    """Concatenate the ranges of ``length[i]`` integers from ``first[i]`` on: int64 [sum(length)].
 
     >>> ramps(torch.tensor([5, 0]), torch.tensor([2, 3])).tolist()
     [5, 6, 0, 1, 2]

@@ -1,7 +1,7 @@
 """Closed forms: ready-made mask_mods with the interval of keys that each query row sees.
 
-torch's flex_attention and create_block_mask take them as ordinary mask_mods. A Mask of one is built from
-interval arithmetic: of a million tokens in a fraction of a second.
+torch's flex_attention and create_block_mask take them as ordinary mask_mods. A Mask of a closed form is
+computed by interval arithmetic: for a million tokens in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SlidingWindow(MaskMod):
 @as_tree
 @record(repr=False)
 class Document(MaskMod):
-    """Document mask: a query sees the keys with its own document id, before and after it."""
+    """Document mask: a query sees the keys with the same document id, before and after it."""
 
     ids: Tensor  # integers [N] or [B, N]
 
@@ -131,8 +131,8 @@ class DocumentOfLengths(Document):
 
 
 def document_of(lengths: Sequence[Any] | Tensor) -> Document:
-    """Return the document mask_mod of lengths, the same for equal numbers and for the same tensor, unedited:
-    all layers of a graph have one mask."""
+    """Return the document mask_mod of lengths. Equal numbers, and the same unedited tensor, give the same
+    object, so that all layers of a graph share one mask."""
     key, tensors = (id(lengths), [lengths]) if isinstance(lengths, Tensor) else (repr(lengths), [])
     if (mask := _DOCUMENTS.find(key, tensors)) is None:
         with host():
@@ -174,10 +174,10 @@ class PrefixLM(MaskMod):
 @as_tree
 @record(eq=True, repr=False)
 class PartOfMask(MaskMod):
-    """The mask_mod of a part of a mask: q_idx counts from query ``start``, b and h count the selected batch
+    """The mask_mod of a part of a mask: q_idx counts from query ``start``; b and h count the selected batch
     rows and heads.
 
-    rows, heads: b and h in ``part`` of the selected ones; None: all. A single one serves every b or h.
+    rows, heads: the selected b and h of ``part``; None: all. A single one serves every b or h.
 
     >>> PartOfMask(causal(), heads=(0, 2)), PartOfMask(causal(), start=8)
     (causal()[:, [0, 2]], causal() from query 8)
@@ -226,10 +226,16 @@ def _look_up(numbers: tuple[int, ...] | None, index: Tensor) -> Tensor:
 
 
 def causal() -> MaskMod:
-    """Return the causal mask_mod, kv <= q. It is aligned top-left, as torch's ``is_causal``.
+    """Return the causal mask_mod, kv <= q. It is aligned top-left like torch's ``is_causal``.
 
-    >>> causal().intervals(3, 3)[1].tolist()
-    [[[1, 2, 3]]]
+    >>> index = torch.arange(3)
+    >>> causal()(None, None, index[:, None], index).int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    >>> causal() & sliding_window(1024)             # masks are joined with & | ~
+    and_masks(causal(), sliding_window(1024, 0))
+
+    Returns:
+        A mask_mod (b, h, q_idx, kv_idx) -> bool.
     """
     return SlidingWindow(UNBOUNDED, 0)
 
@@ -237,8 +243,11 @@ def causal() -> MaskMod:
 def sliding_window(left: int, right: int = 0) -> MaskMod:
     """Return the mask_mod of a sliding window, -right <= q - kv <= left.
 
-    left, right: number of keys visible before and after the query, not counting its own position, as
-    FlashAttention's ``window_size``; -1 = unbounded.
+    >>> index = torch.arange(4)
+    >>> sliding_window(1)(None, None, index[:, None], index).int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    >>> sliding_window(1, 1)(None, None, index[:, None], index).int().tolist()      # both sides
+    [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
 
     Hugging Face's ``sliding_window=n`` counts the query itself, so it is ``left=n-1``:
 
@@ -247,13 +256,26 @@ def sliding_window(left: int, right: int = 0) -> MaskMod:
     >>> q, kv = torch.arange(8)[:, None], torch.arange(8)
     >>> torch.equal(hf(q, kv), sliding_window(n - 1)(None, None, q, kv))
     True
+
+    Args:
+        left: number of visible keys before the query, which itself is not counted, as in FlashAttention's
+            ``window_size``; -1 = all.
+        right: number of visible keys after the query; -1 = all.
+
+    Returns:
+        A mask_mod (b, h, q_idx, kv_idx) -> bool.
+
+    Raises:
+        ValueError: for a number below -1.
+        TypeError: for a number that is not an int.
     """
     return SlidingWindow(_as_tokens("sliding_window: left", left), _as_tokens("sliding_window: right", right))
 
 
 def as_int(name: str, number: Any, needed: str = "an int is needed") -> int:
-    """Return a number as an int. Raises TypeError, with the words ``needed``, for a fraction or no number."""
-    if isinstance(number, int):  # in a graph a symbol, of which operator.index would make a constant
+    """Return a number as an int. Raises TypeError, with the text ``needed``, for a fraction or another
+    object."""
+    if isinstance(number, int):  # may be a symbol of a graph, which operator.index would turn into a constant
         return number
     try:
         return operator.index(number)
@@ -266,14 +288,27 @@ def _as_tokens(name: str, number: Any) -> int:
 
 
 def document(*, lengths: Sequence[int] | Tensor | None = None, ids: Tensor | None = None) -> MaskMod:
-    """Return the document mask_mod: tokens see their own document, before and after them.
+    """Return the document mask_mod: a token sees all tokens of its document, before and after it.
 
-    ``causal() & document(...)`` is its causal form. Give either ``lengths`` or ``ids``.
-    lengths: number of tokens of each document, [n] or per batch row [B, n]; 0 = no document.
-    ids: document number of each token, integers [N] or [B, N]; the tensor is captured, not copied.
-
+    >>> index = torch.arange(3)
+    >>> document(lengths=[2, 1])(None, None, index[:, None], index).int().tolist()
+    [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     >>> document(lengths=[2, 1]).ids.tolist()
     [0, 0, 1]
+    >>> document(lengths=[[2, 1], [1, 2]]).ids.tolist()      # other documents in each batch row
+    [[0, 0, 1], [0, 1, 1]]
+    >>> causal() & document(ids=torch.tensor([0, 0, 1]))     # causal in each document
+    and_masks(causal(), document(ids=[3]))
+
+    Args:
+        lengths: number of tokens of each document, [n], or [B, n] for each batch row; 0 = no document.
+        ids: document number of each token, integers [N] or [B, N]; the tensor is captured, not copied.
+
+    Returns:
+        A mask_mod (b, h, q_idx, kv_idx) -> bool.
+
+    Raises:
+        ValueError: unless exactly one of ``lengths`` and ``ids`` is given, with this shape and type.
     """
     if (lengths is None) == (ids is None):
         raise ValueError(
@@ -293,10 +328,21 @@ def document(*, lengths: Sequence[int] | Tensor | None = None, ids: Tensor | Non
 def prefix_lm(prefix: int | Tensor) -> MaskMod:
     """Return the prefix LM mask_mod: causal, and all queries see the first ``prefix`` keys.
 
-    prefix: number of tokens, an int, or an integer tensor [B] for a number per batch row.
+    >>> index = torch.arange(4)
+    >>> prefix_lm(2)(None, None, index[:, None], index).int().tolist()
+    [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    >>> prefix_lm(torch.tensor([2, 3])).intervals(4, 4)[1].tolist()      # end of the keys that a query sees
+    [[[2, 2, 3, 4]], [[3, 3, 3, 4]]]
 
-    >>> prefix_lm(2).intervals(4, 4)[1].tolist()
-    [[[2, 2, 3, 4]]]
+    Args:
+        prefix: number of tokens, an int; or an integer tensor [B], a number for each batch row.
+
+    Returns:
+        A mask_mod (b, h, q_idx, kv_idx) -> bool.
+
+    Raises:
+        ValueError: for a tensor of another shape or dtype.
+        TypeError: for a number that is not an int.
     """
     if isinstance(prefix, Tensor) and (prefix.ndim > 1 or prefix.is_floating_point()):
         description = f"{prefix.dtype} {tuple(prefix.shape)}"
@@ -305,7 +351,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
 
 
 def is_closed_form(mask: Any) -> bool:
-    """Whether a mask_mod consists of closed forms only. Of its state only the values of tensors can change.
+    """Return whether a mask_mod consists of closed forms only: only the values of its tensors can change.
 
     >>> is_closed_form(causal() & document(lengths=[2, 6]))
     True

@@ -1,6 +1,6 @@
-"""Masks of block diffusion and of draft models: rows that see a part of the text, and their own block.
+"""Masks of block diffusion and of draft models: a row sees a part of the text, and its block.
 
-Their numbers are tensors, so that other blocks or anchors are no other code.
+Block sizes and anchors are tensors, so that other values compile nothing new.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TextAndBlock(MaskMod):
     """Mask of queries that see an interval of the text and an interval of other keys.
 
     text_lo, text_hi, lo, hi: bounds of both intervals of each query, int32 [queries]; lo = hi: none
-    offset: query i is key ``offset + i``; its key goes to the rank of its query
+    offset: query i belongs to key ``offset + i``; both are placed on the same rank
     name:   for messages
     """
 
@@ -54,13 +54,6 @@ class TextAndBlock(MaskMod):
 def block_diffusion(length: int | Sequence[int] | Tensor, block: int) -> MaskMod:
     """Return the mask_mod of block diffusion: a text, followed by a corrupted copy of it.
 
-    The sequence has twice the text's tokens: the text, then its copy in the same order. A corrupted token
-    sees its block of the copy, before it and after it, and the blocks of the text before its block; a token
-    of the text sees its block of the text and those before it.
-
-    length: tokens of the text, or of each packed document of the text, [n]: blocks begin with a document, and
-    no token sees another document. block: tokens of a block; the last one of a document may be shorter.
-
     >>> index = torch.arange(8)
     >>> block_diffusion(4, 2)(None, None, index[:, None], index).int()
     tensor([[1, 1, 0, 0, 0, 0, 0, 0],
@@ -71,6 +64,22 @@ def block_diffusion(length: int | Sequence[int] | Tensor, block: int) -> MaskMod
             [0, 0, 0, 0, 1, 1, 0, 0],
             [1, 1, 0, 0, 0, 0, 1, 1],
             [1, 1, 0, 0, 0, 0, 1, 1]], dtype=torch.int32)
+
+    The sequence has twice the text's tokens: the text, then its copy in the same order. A corrupted token
+    sees its block of the copy, before and after it, and the blocks of the text before its block. A token of
+    the text sees its block of the text and the blocks before it. Blocks begin with a document, and no token
+    sees another document.
+
+    Args:
+        length: number of tokens of the text, or of each packed document of the text, [n].
+        block: number of tokens of a block; the last block of a document may be shorter.
+
+    Returns:
+        A mask_mod (b, h, q_idx, kv_idx) -> bool.
+
+    Raises:
+        ValueError: for numbers that are not integers >= 0, or a block below 1.
+        TypeError: for a block that is not an int.
     """
     size = _positive("block_diffusion: block", block)
     with host():
@@ -93,23 +102,32 @@ def block_diffusion(length: int | Sequence[int] | Tensor, block: int) -> MaskMod
 def draft_blocks(
     anchors: Sequence[int] | Tensor, block: int, *, context: int | Sequence[int] | Tensor
 ) -> MaskMod:
-    """Return the mask_mod of a draft model, which predicts blocks of tokens after many places of a text at
-    once, as DFlash and JetSpec train it.
+    """Return the mask_mod of a draft model, which predicts blocks of tokens at many places of a text at once.
 
-    Keys are the text's tokens, then those of the drafts, ``block`` each; queries are the drafts' tokens:
-    Q_LEN = n * block and KV_LEN = context + n * block. A draft sees the text before its anchor, and itself.
-    A plan has the keys of a draft on the rank of its queries, so that only keys of the text travel.
-
-    anchors: the number of text tokens before each draft, integers [n]; other anchors compile nothing.
-    context: tokens of the text, or of each packed document of the text: a draft sees the document of the
-    token before its anchor.
-
-    >>> mod = draft_blocks([1, 3], 2, context=3)
+    >>> mod = draft_blocks([1, 3], 2, context=3)        # two drafts of 2 tokens: after 1 and after 3 tokens
     >>> mod(None, None, torch.arange(4)[:, None], torch.arange(7)).int()
     tensor([[1, 0, 0, 1, 1, 0, 0],
             [1, 0, 0, 1, 1, 0, 0],
             [1, 1, 1, 0, 0, 1, 1],
             [1, 1, 1, 0, 0, 1, 1]], dtype=torch.int32)
+
+    DFlash and JetSpec train draft models in this way. Keys are the text's tokens, then the drafts' tokens,
+    ``block`` for each draft; queries are the drafts' tokens: Q_LEN = n * block and KV_LEN = context + n *
+    block. A draft sees the text before its anchor, and itself. A plan has the keys of a draft on the rank of
+    its queries, so that only keys of the text travel.
+
+    Args:
+        anchors: number of text tokens before each draft, integers [n]; other anchors compile nothing new.
+        block: number of tokens of a draft.
+        context: number of tokens of the text, or of each packed document of the text: a draft sees the
+            document of the token before its anchor.
+
+    Returns:
+        A mask_mod (b, h, q_idx, kv_idx) -> bool.
+
+    Raises:
+        ValueError: for an anchor outside of the text, and for numbers that are not integers >= 0.
+        TypeError: for a block that is not an int.
     """
     size = _positive("draft_blocks: block", block)
     with host():

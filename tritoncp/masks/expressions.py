@@ -1,6 +1,6 @@
 """Parser of masks and score_mods written as text: mask expressions, lengths of documents, sizes in tokens.
 
-An expression is parsed with Python's own parser, and its mask built from the syntax tree; it is never run.
+An expression is parsed with Python's parser, and its mask built from the syntax tree; it is never run.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from tritoncp.core.checked_json import parse_json
-from tritoncp.core.tracing import Mod
+from tritoncp.core.files import parse_json
 from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
 from tritoncp.masks.mask_mod import MaskFn, and_masks, not_, or_masks
 from tritoncp.masks.named import alibi, softcap
+from tritoncp.mods.tracing import Mod
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OPERATORS = {ast.BitAnd: and_masks, ast.BitOr: or_masks, ast.And: and_masks, ast.Or: or_masks}
 Lengths = Sequence[int] | Sequence[Sequence[int]]
-MAX_TOKENS = 1 << 40  # of any number of tokens: far from the end of int64, and no sequence is as long
-MAX_DOCUMENT_TOKENS = 1 << 27  # tokens: a mask of documents holds a number for each
+MAX_TOKENS = 1 << 40  # limit of a number of tokens, far below the end of int64
+MAX_DOCUMENT_TOKENS = 1 << 27  # limit of tokens in documents, since a document mask holds a number per token
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 CONSTRUCTORS: dict[str, Callable[..., MaskFn]] = {
@@ -95,9 +95,9 @@ def lengths(text: str) -> Lengths:
 
 
 def mask_of(text: str, documents: Lengths | None = None) -> MaskFn:
-    """Return the mask_mod of an expression, or import that of ``module:function``.
+    """Parse an expression as a mask_mod, or import the mask_mod ``module:function``.
 
-    Names: causal, full, document (of lengths ``documents``, or of its arguments), sliding_window(left,
+    Names: causal, full, document (with ``documents`` as lengths, or with arguments), sliding_window(left,
     right=0) or window, prefix_lm(n) or prefix. Numbers take K and M. Masks are joined with & | ~, or with
     and, or, not.
 
@@ -123,7 +123,7 @@ sliding_window, window
 
 
 def _mask_of_node(node: ast.expr, documents: Lengths | None) -> MaskFn:
-    """Build the mask_mod of a syntax tree. Raises ValueError with the part that is none."""
+    """Build the mask_mod of a syntax tree. Raises ValueError that names the part which is not a mask."""
     if isinstance(node, ast.BoolOp | ast.BinOp) and type(node.op) in OPERATORS:
         parts = node.values if isinstance(node, ast.BoolOp) else (node.left, node.right)
         return OPERATORS[type(node.op)](*(_mask_of_node(part, documents) for part in parts))
@@ -202,7 +202,7 @@ def import_function(name: str, arguments: Sequence[str], result: str) -> Any:
     usage = f"a {kind} is a function ({', '.join(arguments)}) -> {result}"
     sys.path.insert(0, "")
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's own
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the output of the command
             function: Any = pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # an imported module can raise any exception
         cause = f"{type(error).__name__}: {error}"
@@ -211,7 +211,7 @@ def import_function(name: str, arguments: Sequence[str], result: str) -> Any:
         with contextlib.suppress(ValueError):  # the module edited sys.path itself
             sys.path.remove("")
     if type(function).__module__.partition(".")[0] == "triton":
-        return function  # its use raises an error that explains it
+        return function  # calling it raises an error that explains
     if not callable(function) or isinstance(function, type):
         raise ValueError(f"{name} is {type(function).__name__}, not a {kind}; {usage}")
     plain = function.forward if isinstance(function, torch.nn.Module) else function

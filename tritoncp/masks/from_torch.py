@@ -17,8 +17,8 @@ ANY_LENGTH = 1 << 30  # tokens of a block; torch's _LARGE_SPARSE_BLOCK_SIZE
 
 
 def has_no_lengths(mask: object) -> TypeGuard[BlockMask]:
-    """Return whether a mask is a BlockMask for any lengths, one block of the size by which torch knows these:
-    the mask that torch's attention makes in place of None.
+    """Return whether a mask is torch's BlockMask for any lengths, which torch's attention makes in place of
+    None.
 
     >>> import torch
     >>> from torch.nn.attention.flex_attention import _create_empty_block_mask
@@ -31,18 +31,25 @@ def has_no_lengths(mask: object) -> TypeGuard[BlockMask]:
 
 @on_host
 def from_block_mask(bm: BlockMask, lengths: tuple[int, int] | None = None) -> Mask:
-    """Return torch's BlockMask as a compact Mask: same blocks and mask_mod, and the row intervals of a closed
-    form.
-
-    Without a mask_mod (noop_mask) partial blocks become full ones.
-
-    bm: the *global* mask, on any device; its lists are copied to the host at once.
-    lengths: of queries and keys, for a mask of any lengths; ValueError for another, and without them.
+    """Return torch's BlockMask as a compact Mask with the same blocks and mask_mod.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> bm = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 512, 512, device="cpu")
     >>> from_block_mask(bm).shape, from_block_mask(bm).sparsity() == bm.sparsity()
     ((1, 1, 512, 512), True)
+
+    A mask_mod that is a closed form gives row intervals. Without a mask_mod (noop_mask) partial blocks become
+    full ones.
+
+    Args:
+        bm: the mask of the whole sequence, not of a shard, on any device; its lists are copied to the host.
+        lengths: (Q_LEN, KV_LEN), for a BlockMask that torch made for any lengths; None for all others.
+
+    Returns:
+        A :class:`Mask`.
+
+    Raises:
+        ValueError: for lists of a slice or with an invalid index; for lengths that are missing or not needed.
     """
     if has_no_lengths(bm) != (lengths is not None):
         given = "any lengths" if lengths is None else bm.seq_lengths
@@ -51,7 +58,7 @@ def from_block_mask(bm: BlockMask, lengths: tuple[int, int] | None = None) -> Ma
             "lengths, and for no other"
         )
     (q_block, kv_block), (q_len, kv_len) = bm.BLOCK_SIZE, lengths or bm.seq_lengths
-    if has_no_lengths(bm):  # its one block stands for all
+    if has_no_lengths(bm):  # its only block stands for all blocks
         q_block = kv_block = 128
         kinds = kinds_from_lists(bm, 1, 1).repeat(1, 1, -(-q_len // q_block), -(-kv_len // kv_block))
     else:

@@ -1,7 +1,7 @@
 """Mask, the public class of block-sparse masks, and `create_block_mask`.
 
-Block lists are authoritative, as in compiled flex attention: an unlisted block is invisible and a
-full block unmasked, even where the mask_mod disagrees.
+Block lists win over the mask_mod, as in compiled flex attention: an unlisted block is invisible and a full
+block is unmasked, even if the mask_mod disagrees.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.pytrees import register_handled
 from tritoncp.core.records import fields_of, record, replace
-from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import bound_ragged_blocks, lists_from_blocks
 from tritoncp.masks.block_mask_interface import (
     BlockMaskInterface,
@@ -38,6 +37,7 @@ from tritoncp.masks.transposed_runs import transpose
 from tritoncp.mods.fingerprint import ModState
 from tritoncp.mods.places import check_pickles
 from tritoncp.mods.snapshot import Snapshot, captured_state
+from tritoncp.mods.user_code import describe
 
 Device = str | torch.device
 
@@ -71,7 +71,7 @@ class Mask(BlockMaskInterface):
     tokens: tuple[Tensor, Tensor] | None = None
     # bool [q_len], [kv_len]: which queries and keys are tokens, the others padding; None: all are tokens
     snapshot: Snapshot | None = field(init=False)  # the mask_mod's state when the mask was made
-    handle: Tensor | None = field(default=None, init=False, repr=False)  # stands for this mask in a graph
+    handle: Tensor | None = field(default=None, init=False, repr=False)  # represents this mask in a graph
 
     def __post_init__(self) -> None:
         check_lengths(self.q_len, self.kv_len)
@@ -90,7 +90,8 @@ class Mask(BlockMaskInterface):
         self._add_handle()
 
     def _add_handle(self) -> None:
-        """Set the handle: of a copy, since a handle that refers to self would be a reference cycle."""
+        """Set the handle. It refers to a copy, since a handle that refers to self would be a reference
+        cycle."""
         object.__setattr__(self, "handle", handle_of(self._without_handle()))
         stand_for(self, self.handle)
 
@@ -127,7 +128,7 @@ class Mask(BlockMaskInterface):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if isinstance(self.runs.stored[0], Tensor):  # torch omits tensors of objects that guards name
+        if isinstance(self.runs.stored[0], Tensor):  # torch drops the tensors of objects that guards refer to
             self._add_state()
 
     @property
@@ -157,9 +158,9 @@ class Mask(BlockMaskInterface):
 
     @on_host
     def sparsity(self) -> float:
-        """Return the percentage of the mask outside listed blocks, as the installed torch's
-        BlockMask.sparsity: of the blocks, or of the pairs of tokens where a block counts as full size also
-        where it passes the end of the mask (torch 2.13 and before)."""
+        """Return the percentage of the mask outside of listed blocks, counted like the installed torch's
+        BlockMask.sparsity: in blocks from torch 2.14 on; before, in pairs, where a block cut by the end of
+        the mask counts as a whole one."""
         listed = sum(int(n.sum()) for n in self.runs.counts())
         if sparsity_counts_blocks():
             total = math.prod(self.runs.shape)
@@ -190,8 +191,8 @@ class Mask(BlockMaskInterface):
 
     @on_host
     def with_intervals(self) -> Mask:
-        """Return the mask with the row intervals of its mask_mod; the mask itself if there are none. They are
-        searched for once: the mask keeps the answer."""
+        """Return the mask with the row intervals of its mask_mod, or the mask itself if it has none. The
+        search runs once; the mask keeps its result."""
         mod = self.mask_mod
         if mod is None or self.interval is not None or is_closed_form(mod) or mods.hand_written(mod):
             return self
@@ -201,7 +202,7 @@ class Mask(BlockMaskInterface):
         return vars(self)["_solved"]
 
     def _keep_solved(self, solved: Mask) -> Mask:
-        """Keep the mask with row intervals, which is this one if it has all there are; return this one."""
+        """Remember that this mask has all row intervals there are; return it."""
         object.__setattr__(self, "_solved", solved)
         return self
 
@@ -232,10 +233,16 @@ class Mask(BlockMaskInterface):
 
     @on_host
     def to_dense(self, B: int | None = None, H: int | None = None) -> Tensor:
-        """Return the visible pairs, bool [B, H, q_len, kv_len]. For tests and small masks. (torch's
-        ``BlockMask.to_dense`` shows listed blocks: ``mask.to_block_mask().to_dense()``.)
+        """Return the visible pairs. For tests and small masks.
 
-        B, H: batch rows and heads of the result if the mask has 1.
+        torch's ``BlockMask.to_dense`` shows listed blocks, which is ``mask.to_block_mask().to_dense()``.
+
+        Args:
+            B: batch rows of the result, if the mask has 1.
+            H: heads of the result, if the mask has 1.
+
+        Returns:
+            bool [B, H, q_len, kv_len].
         """
         self.check_state()
         runs = self.runs.expand(self.B if B is None else B, self.H if H is None else H)
@@ -275,9 +282,9 @@ class Mask(BlockMaskInterface):
         return Mask(*size, runs, mod, None, interval, self.reads, tokens)  # type: ignore[arg-type]
 
     def listed_rows(self, first: int, count: int) -> Mask:
-        """Return the mask of ``count`` batch rows from ``first`` on; b of its mask_mod stays that of this
+        """Return the mask of ``count`` batch rows from ``first`` on, whose mask_mod still gets the b of this
         mask."""
-        if self.B == 1:  # lists serve every batch row, intervals perhaps only the first
+        if self.B == 1:  # lists serve every batch row; intervals may differ between batch rows
             interval = self.interval_for(first + count, self.H)
             return self if interval is self.interval else replace(self, interval=interval)
         rows = slice(first, first + count)
@@ -285,7 +292,8 @@ class Mask(BlockMaskInterface):
         return replace(self, runs=self.runs.select(rows), interval=interval)
 
     def head_range(self, first: int, count: int) -> Mask:
-        """Return the mask of ``count`` heads from ``first`` on; h of its mask_mod counts these."""
+        """Return the mask of ``count`` heads from ``first`` on, whose mask_mod gets h = 0 for head
+        ``first``."""
         same = count == self.H if self.H > 1 else not self.reads[1]
         return self if same else self._select(None, tuple(range(first, first + count)))
 
@@ -314,7 +322,7 @@ class Mask(BlockMaskInterface):
         return mask.rows(blocks[0] * self.q_block, min(self.q_len, (blocks[-1] + 1) * self.q_block))
 
     def _select(self, batch: tuple[int, ...] | None, heads: tuple[int, ...] | None) -> Mask:
-        """Return the mask of these batch rows and heads; None: of all."""
+        """Return the mask of these batch rows and heads; None selects all."""
         if batch is None and heads is None:
             return self
         rows, cols = list(batch or range(self.B)), list(heads or range(self.H)) if self.H > 1 else [0]
@@ -339,9 +347,13 @@ class Mask(BlockMaskInterface):
 
     @on_host
     def draw(self, width: int = 64) -> str:
-        """Draw the first batch row and head as text: █ only full blocks, ▒ some listed blocks, · none.
+        """Draw the first batch row and head as text: █ full, ▒ partly listed, · empty.
 
-        width: the most characters a line and the most lines; a character can stand for several blocks.
+        Args:
+            width: max characters per line, and max lines; a character can stand for several blocks.
+
+        Returns:
+            The lines as one text.
         """
         _, _, rows, cols = self.runs.shape
         scale = max(1, -(-max(rows, cols) // width))
@@ -375,7 +387,8 @@ def capture_device(mask_mod: MaskFn) -> torch.device:
 
 
 def check_lengths(q_len: int, kv_len: int) -> None:
-    """Raise ValueError for more tokens than kernels count, TypeError for lengths of a trace."""
+    """Raise ValueError for more tokens than kernels can count, TypeError for the symbolic lengths of a
+    trace."""
     if isinstance(q_len, torch.SymInt) or isinstance(kv_len, torch.SymInt):
         raise TypeError(
             f"a mask of {q_len} x {kv_len}, which are only known when the traced program runs: call "
@@ -392,13 +405,30 @@ def check_lengths(q_len: int, kv_len: int) -> None:
 def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tuple[int, int] = 128) -> Mask:
     """Return the mask in which all queries see all keys, the meaning of ``block_mask=None``.
 
-    >>> full_mask(200, 256).runs.to_kinds().tolist()    # the last row of blocks is cut by q_len
+    >>> print(full_mask(256, 384).draw())
+    ███
+    ███
+    >>> full_mask(200, 256).runs.to_kinds().tolist()    # 2: the last row of blocks is cut by q_len
     [[[[1, 1], [2, 2]]]]
+
+    Args:
+        q_len: number of queries.
+        kv_len: number of keys.
+        B: number of batch rows.
+        H: number of heads.
+        block: size of the blocks in tokens, an int or (queries, keys).
+
+    Returns:
+        A :class:`Mask`.
+
+    Raises:
+        ValueError: for more tokens than kernels can count, or a block size below 1.
+        TypeError: for a block size that is not an int or a pair of them.
     """
     check_lengths(q_len, kv_len)
     q_block, kv_block = _block_size(block)
     rows, cols = -(-q_len // q_block), -(-kv_len // kv_block)
-    # All rows but the last are alike, and so are the columns.
+    # All rows but the last are equal, and so are all columns but the last.
     kinds = torch.full((1, 1, min(rows, 2), min(cols, 2)), int(Kind.FULL), dtype=torch.uint8)
     corners = Runs.from_kinds(bound_ragged_blocks(kinds, q_len % q_block, kv_len % kv_block))
     row_of = (torch.arange(rows) >= max(rows - 1, 1)).long()
@@ -418,14 +448,39 @@ def create_block_mask(
     device: Device | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> Mask:
-    """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact Mask on the CPU.
+    """Make a Mask like torch's create_block_mask, without memory for Q_LEN x KV_LEN pairs.
 
-    A closed form needs arithmetic alone. Any other mask_mod is traced and bounded over ever smaller tiles;
-    where that decides nothing it is evaluated, on ``device`` (None: that of the captured tensors), a few
-    million pairs at a time.
+    >>> mask = create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 384, 384)
+    >>> print(mask.draw())
+    ▒··
+    █▒·
+    ██▒
+    >>> mask.runs.counts()[0].tolist()      # masked blocks of each row
+    [[[1, 1, 1]]]
+    >>> from tritoncp.masks import causal, document
+    >>> mod = causal() & document(lengths=[[256, 128], [128, 256]])     # documents of each batch row
+    >>> create_block_mask(mod, 2, None, 384, 384).shape
+    (2, 1, 384, 384)
 
-    >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
-    [[[1, 1, 3]]]
+    Blocks are the same as torch's. A closed form needs arithmetic alone. Any other mask_mod is traced and
+    bounded over ever smaller tiles; blocks that stay undecided are evaluated, a few million pairs at a time.
+
+    Args:
+        mask_mod: function (b, h, q_idx, kv_idx) -> bool, or a closed form such as ``causal()``.
+        B: number of batch rows; None if the mask is the same for all.
+        H: number of query heads; None if the mask is the same for all.
+        Q_LEN: number of queries in the whole sequence, over all ranks.
+        KV_LEN: number of keys in the whole sequence.
+        device: device on which the mask_mod is evaluated; None: the device of the tensors it captures.
+        BLOCK_SIZE: size of the blocks in tokens, an int or (queries, keys).
+
+    Returns:
+        A :class:`Mask`, whose tensors are on the CPU.
+
+    Raises:
+        ValueError: for lengths or sizes out of range, and for a closed form of another number of batch rows.
+        TypeError: for a mask_mod that is not a function or captures a DTensor, and for sizes that are not
+            ints.
     """
     _check_function(mask_mod)
     captured_state(mask_mod)  # refuses state that no mask can have

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from tritoncp.core.pytrees import as_tree, refuse_collation
 from tritoncp.core.records import fields_of, record
-from tritoncp.core.tracing import reads_batch_or_head
-from tritoncp.core.user_code import call_mod, check_result
 from tritoncp.mods.places import check_pickles
+from tritoncp.mods.tracing import reads_batch_or_head
+from tritoncp.mods.user_code import call_mod, check_result
 
 MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Intervals = tuple[Tensor, Tensor]  # (lo, hi), see MaskMod.intervals
-MAX_TOKENS = 1 << 30  # tokens: kernels count in 32 bits, sums and differences of positions included
-UNBOUNDED = -1  # a side of a window without a limit
+MAX_TOKENS = 1 << 30  # max tokens: kernels compute positions, their sums and differences in 32 bits
+UNBOUNDED = -1  # for a side of a window that has no limit
 
 
 class MaskMod(ABC):
@@ -68,7 +68,8 @@ class MaskMod(ABC):
 
     @property
     def query_offset(self) -> int | None:
-        """The key that query 0 is, where queries are some of the keys, in their order; None: not known."""
+        """The key at the position of query 0, if query i has the position of key ``query_offset + i``; None:
+        unknown."""
         return None
 
     @property
@@ -77,8 +78,8 @@ class MaskMod(ABC):
         return self.batch > 1, False
 
     def as_call(self) -> tuple[Callable[..., MaskMod], tuple[Any, ...]]:
-        """Return a function and its arguments that make this mask_mod, by which a graph makes it when it
-        runs: the class and its fields."""
+        """Return a function and its arguments that make this mask_mod again when a graph runs: the class and
+        its fields."""
         return type(self), tuple([getattr(self, name) for name in fields_of(self)])
 
     def __copy__(self) -> Self:
@@ -167,7 +168,7 @@ class _Join(_Combination):
         return visible
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        # Of every part, as each raises an error for more tokens than it has.
+        # Computed for every part, since each raises an error for more tokens than it has.
         parts = [part.intervals(q_len, kv_len) for part in self.parts if isinstance(part, MaskMod)]
         if len(parts) < len(self.parts):
             return None
@@ -220,7 +221,7 @@ class Not(_Combination):
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
         if isinstance(self.parts[0], MaskMod):
-            self.parts[0].intervals(q_len, kv_len)  # raises an error for more tokens than it has
+            self.parts[0].intervals(q_len, kv_len)  # so that it raises its error for more tokens than it has
         return None
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -228,46 +229,72 @@ class Not(_Combination):
 
 
 def and_masks(*masks: MaskFn) -> MaskMod:
-    """Return the mask_mod of the pairs that every one of ``masks`` shows. Of closed forms: a closed form.
+    """Return the mask_mod of the pairs that all of ``masks`` show, as does ``a & b``.
 
     >>> from tritoncp.masks import causal, sliding_window
     >>> and_masks(causal(), sliding_window(4, 4)).window
     (4, 0)
+    >>> index = torch.arange(3)
+    >>> mod = and_masks(causal(), lambda b, h, q, kv: kv != 1)      # any mask_mod
+    >>> mod(None, None, index[:, None], index).int().tolist()
+    [[1, 0, 0], [1, 0, 0], [1, 0, 1]]
+
+    Args:
+        masks: functions (b, h, q_idx, kv_idx) -> bool, closed forms such as ``causal()`` among them.
+
+    Returns:
+        A mask_mod; a closed form if all masks are.
+
+    Raises:
+        ValueError: without a mask.
+        TypeError: for a mask that is not callable.
     """
     return And(_check_callable("and_masks", masks))
 
 
 def or_masks(*masks: MaskFn) -> MaskMod:
-    """Return the mask_mod of the pairs that any of ``masks`` shows.
-
-    Of closed forms it is a closed form if the union of every row's intervals is one interval.
-
-    Args:
-        masks: functions (b, h, q_idx, kv_idx) -> bool, closed forms as ``causal()`` among them
+    """Return the mask_mod of the pairs that any of ``masks`` shows, as does ``a | b``.
 
     >>> from tritoncp.masks import causal, create_block_mask
     >>> mod = or_masks(causal(), lambda b, h, q, kv: kv < 2)  # all see the first two tokens
     >>> create_block_mask(mod, None, None, 4, 4).to_dense()[0, 0].int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+
+    Args:
+        masks: functions (b, h, q_idx, kv_idx) -> bool, closed forms such as ``causal()`` among them.
+
+    Returns:
+        A mask_mod; a closed form if all masks are and each row still sees one interval of keys.
+
+    Raises:
+        ValueError: without a mask.
+        TypeError: for a mask that is not callable.
     """
     return Or(_check_callable("or_masks", masks))
 
 
 def not_(mask: MaskFn) -> MaskMod:
-    """Return the mask_mod of the pairs that ``mask`` hides.
-
-    Args:
-        mask: function (b, h, q_idx, kv_idx) -> bool, or a closed form as ``causal()``
+    """Return the mask_mod of the pairs that ``mask`` hides, as does ``~mask``.
 
     >>> from tritoncp.masks import causal, create_block_mask
     >>> create_block_mask(not_(causal()), None, None, 3, 3).to_dense()[0, 0].int().tolist()
     [[0, 1, 1], [0, 0, 1], [0, 0, 0]]
+
+    Args:
+        mask: function (b, h, q_idx, kv_idx) -> bool, or a closed form such as ``causal()``.
+
+    Returns:
+        A mask_mod; a closed form if ``mask`` is one and the hidden keys of each row are one interval.
+
+    Raises:
+        TypeError: for a mask that is not callable.
     """
     return Not(_check_callable("not_", (mask,)))
 
 
 def _check_callable(name: str, masks: tuple[MaskFn, ...]) -> tuple[MaskFn, ...]:
-    """Return ``masks``; raise unless they are one or more callables. name: of the caller, for messages."""
+    """Return ``masks``; raise unless they are one or more callables. name: the caller's name, for
+    messages."""
     if not masks:
         raise ValueError(f"{name}(): pass at least one mask_mod")
     for mask in masks:
@@ -289,13 +316,13 @@ def dependence_of(part: MaskFn) -> tuple[bool, bool]:
 
 
 def name_of(part: MaskFn) -> str:
-    """Return the name of a function or the repr of a MaskMod, without memory addresses, which differ between
-    processes."""
+    """Return the name of a function or the repr of a MaskMod, without memory addresses, since they differ
+    between processes."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", getattr(part, "__name__", repr(part)))
 
 
 def _intersect_bounds(bounds: tuple[int, ...]) -> int:
-    """Return the smallest of several window bounds, of which -1 is unbounded."""
+    """Return the min of several window bounds, where -1 is unbounded."""
     return min((bound for bound in bounds if bound != UNBOUNDED), default=UNBOUNDED)
 
 

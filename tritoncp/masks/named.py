@@ -1,4 +1,4 @@
-"""Ready-made score_mods. They can be made, and used in torch's flex_attention, without Triton."""
+"""Ready-made score_mods, which torch's flex_attention takes too. They do not need Triton."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.host_copy import normal_tensors
-from tritoncp.core.tracing import Mod
+from tritoncp.mods.tracing import Mod
 
 
 def softcap(cap: float = 50.0) -> Mod:
     """Return the score_mod that bounds scores to (-cap, cap): ``cap * tanh(score / cap)``.
 
-    cap: greater than 0. Gemma 2 uses 50 in attention (Gemma Team 2024, arXiv 2408.00118, section 2); the form
-    is that of FlexAttention's examples ("attention-gym", soft-capping), without their approximation of tanh.
-    score: the scaled product of a query and a key, a tensor of any shape. Raises ValueError for another cap.
-
     >>> softcap(30.0)(torch.tensor([1.0, 1e9]), 0, 0, 0, 0)
     tensor([ 0.9996, 30.0000])
+
+    Gemma 2 uses 50 in attention (Gemma Team 2024, arXiv 2408.00118, section 2). The form is that of
+    FlexAttention's examples ("attention-gym", soft-capping), without their approximation of tanh.
+
+    Args:
+        cap: bound of the scores, greater than 0.
+
+    Returns:
+        A score_mod (score, b, h, q_idx, kv_idx) -> score, where score is the scaled product of a query and a
+        key, a tensor of any shape.
+
+    Raises:
+        ValueError: for a cap that is not finite and greater than 0.
     """
     if not 0 < cap < math.inf:
         raise ValueError(f"softcap({cap}): the cap bounds scores, so it is a finite number greater than 0")
@@ -30,20 +39,27 @@ def softcap(cap: float = 50.0) -> Mod:
 def alibi(heads: int | Tensor, device: torch.device | str | None = None) -> Mod:
     """Return the score_mod of ALiBi, ``score + slopes[h] * (kv - q)``: a penalty that grows with distance.
 
-    It is meant for causal masks: keys after the query would get a bonus.
+    >>> alibi(8)(torch.tensor(0.0), 0, 0, 5, torch.tensor([5, 4, 3]))
+    tensor([ 0.0000, -0.5000, -1.0000])
+    >>> alibi(torch.tensor([0.25, 0.125]))(torch.tensor(1.0), 0, 1, 8, 0)       # slopes of two heads
+    tensor(0.)
 
-    heads: number of query heads H, or their slopes, a floating-point tensor [H], captured and not copied.
-    device: of the slopes that are computed for a number of heads; None: torch's default.
+    It is meant for causal masks: keys after the query would get a bonus.
 
     For a power of two the slopes are 2^(-8 i / H), i = 1 .. H (Press et al. 2021, arXiv 2108.12409, section
     3). Any other H has the slopes of the power of two below it, then every other slope of the power of two
-    above it, as the authors' code does. Raises ValueError for fewer than one head, and for slopes of another
-    shape or dtype; TypeError for other types.
+    above it, as in the authors' code.
 
-    >>> alibi(8)(torch.tensor(0.0), 0, 0, 5, torch.tensor([5, 4, 3]))
-    tensor([ 0.0000, -0.5000, -1.0000])
-    >>> alibi(torch.tensor([0.25, 0.125]))(torch.tensor(1.0), 0, 1, 8, 0)
-    tensor(0.)
+    Args:
+        heads: number of query heads H, or the slopes, a floating-point tensor [H], captured and not copied.
+        device: device of the slopes that are computed for a number of heads; None: torch's default device.
+
+    Returns:
+        A score_mod (score, b, h, q_idx, kv_idx) -> score.
+
+    Raises:
+        ValueError: for fewer than one head, and for slopes of another shape or dtype.
+        TypeError: for other types.
     """
     if isinstance(heads, Tensor):
         if heads.ndim != 1 or not heads.is_floating_point():

@@ -38,7 +38,7 @@ class Tree(MaskMod):
 
     leave: position after the last descendant of each token, int32 [N] or [B, N]
     depth: number of tokens before each token on its path, int32 [N] or [B, N]
-    left:  the most tokens before it on its path that a query sees; -1 = all
+    left:  max number of tokens before it on its path that a query sees; -1 = all
     """
 
     leave: Tensor
@@ -55,7 +55,7 @@ class Tree(MaskMod):
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
         depth = self._rows(self.depth, q_len, kv_len)[..., :q_len]
         branches = (depth[..., 1:] > 0) & (depth[..., 1:] != depth[..., :-1] + 1)
-        if self.left != 0 and bool(branches.any()):  # these tokens do not see the one before them
+        if self.left != 0 and bool(branches.any()):  # these tokens do not see the token before them
             return None
         q = torch.arange(q_len)
         first = q - (depth if self.left == UNBOUNDED else depth.clamp(max=self.left))
@@ -80,7 +80,7 @@ class Tree(MaskMod):
         if tokens < max(q_len, kv_len):
             raise ValueError(
                 f"the segments of the tree have {tokens} tokens, the mask needs {max(q_len, kv_len)} "
-                f"(q_len={q_len}, kv_len={kv_len}): append the padding as a root of its own"
+                f"(q_len={q_len}, kv_len={kv_len}): append the padding as a separate root"
             )
         return x.detach().cpu().view(self.batch, 1, tokens)
 
@@ -102,20 +102,6 @@ def tree(
 ) -> Tree:
     """Return the mask_mod of a prefix tree: a token sees itself and all tokens before it on its path.
 
-    The buffer holds the tree's segments one after the other, in depth-first order: after a segment come its
-    first child with all descendants, then the next child. Several roots are several trees in one buffer.
-    The result's ``depth``, int32 [N] or [B, N], has the number of tokens before each token on its path.
-
-    parent: segment that segment i continues, less than i; -1 where i is a root: integers [n], or [B, n] for
-    a tree per batch row. lengths: tokens of each segment, of the same shape; 0 is allowed. Where it is a
-    tensor, the mask_mod's tensors are on its device.
-    window: (left, right), as of :func:`varlen_mask` with ``causal=True``: ``left`` is the most tokens before
-    it on its path that a query sees, -1 = all; ``right`` hides nothing, since no query sees a later token.
-
-    Raises ValueError for segments in another order, with the permutation that brings them into depth-first
-    order, and for parents or lengths of another shape, dtype or range; TypeError for what is no list of
-    numbers and no tensor.
-
     >>> answers = tree([-1, 0, 0], [2, 1, 2])        # a prompt of 2 tokens with answers of 1 and 2
     >>> index = torch.arange(5)
     >>> answers(None, None, index[:, None], index).int()
@@ -124,8 +110,28 @@ def tree(
             [1, 1, 1, 0, 0],
             [1, 1, 0, 1, 0],
             [1, 1, 0, 1, 1]], dtype=torch.int32)
-    >>> answers.depth.tolist()
+    >>> answers.depth.tolist()                       # tokens before each token on its path
     [0, 1, 2, 2, 3]
+
+    The buffer holds the tree's segments one after the other, in depth-first order: after a segment come its
+    first child with all descendants, then the next child. Several roots are several trees in one buffer.
+
+    Args:
+        parent: segment that segment i continues, less than i; -1 where i is a root: integers [n], or [B, n]
+            for a tree per batch row.
+        lengths: number of tokens of each segment, of the same shape; 0 is allowed. If it is a tensor, the
+            mask_mod's tensors are on its device.
+        window: (left, right) as in :func:`varlen_mask` with ``causal=True``: ``left`` is the max number of
+            tokens before it on its path that a query sees, -1 = all; ``right`` hides nothing, since no query
+            sees a later token.
+
+    Returns:
+        A mask_mod with ``depth``, int32 [N] or [B, N].
+
+    Raises:
+        ValueError: for segments in another order, with the permutation that brings them into depth-first
+            order; for parents or lengths of another shape, dtype or range.
+        TypeError: for anything but a tensor or a list of numbers.
     """
     left = min(check_window(window)[0], MAX_TOKENS)
     device = lengths.device if isinstance(lengths, Tensor) else torch.get_default_device()
@@ -146,8 +152,8 @@ def tree(
 
 
 def as_host_tensor(name: str, numbers: Any, form: str) -> Tensor:
-    """Return a list of numbers or a tensor as a tensor on the CPU. Raises TypeError, with the words
-    ``form``, for anything else."""
+    """Return a list of numbers or a tensor as a tensor on the CPU. Raises TypeError, with the text ``form``,
+    for anything else."""
     try:
         return torch.as_tensor(numbers).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -157,7 +163,7 @@ def as_host_tensor(name: str, numbers: Any, form: str) -> Tensor:
 
 def _integers(name: str, numbers: Any) -> Tensor:
     """Return parent or lengths on the CPU. Raises ValueError unless they are integers [n] or [B, n], and
-    TypeError for what is no tensor and no list of numbers."""
+    TypeError for anything but a tensor or a list of numbers."""
     x = as_host_tensor(f"tree: {name}", numbers, "a list or tensor of integers, [n] or [B, n],")
     if x.ndim not in (1, 2) or not x.numel() or not is_integer(x.dtype):
         few = "; pass at least one segment" * (not x.numel())
@@ -166,7 +172,7 @@ def _integers(name: str, numbers: Any) -> Tensor:
 
 
 def _check_segments(parent: Tensor, lengths: Tensor) -> None:
-    """Raise ValueError unless both are of one shape, and lengths at least 0."""
+    """Raise ValueError unless both have one shape and lengths are >= 0."""
     if parent.shape != lengths.shape:
         shapes = f"{list(parent.shape)} and {list(lengths.shape)}"
         raise ValueError(f"tree: parent and lengths are {shapes}; pass both for every segment")

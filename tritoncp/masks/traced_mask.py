@@ -1,4 +1,4 @@
-"""TracedMask: a mask that is made inside a compiled graph, which carries its handle."""
+"""TracedMask: a mask made inside a compiled graph, which passes its handle along."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tritoncp.core.pytrees import register_handled
 
 
 class TracedMask:
-    """The result of `create_block_mask` inside torch.compile. Pass it as block_mask; outside of the graph it
-    has the attributes and methods of the Mask that it stands for.
+    """The result of `create_block_mask` inside torch.compile. Pass it as block_mask. Outside of the graph it
+    has the attributes and methods of its Mask.
 
     handle: 0-d int64, see :mod:`tritoncp.core.handles`
     """

@@ -1,8 +1,8 @@
 """Runs stored by column.
 
 In a prefix tree each key is seen by one interval of queries, while a query may see thousands of intervals of
-keys: those of a million tokens in 10,000 segments take up to 140 MiB by row, and 200 KiB by column. Placement
-and traffic are computed from columns; a rank lists only its own rows, which its kernels read.
+keys: the runs of a million tokens in 10,000 segments take up to 140 MiB by row and 200 KiB by column.
+Placement and traffic are computed from columns; a rank lists its rows only, for its kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tritoncp.masks.block_runs import Kind, Runs, ramps
 class TransposedRuns(Runs):
     """Runs stored by column, for patterns whose columns list few ranges and whose rows may list thousands.
 
-    ``columns`` has the columns as rows. All operations but ``ptr``, ``runs`` and ``_flat`` work on it.
+    ``columns`` holds the transposed pattern. All operations but ``ptr``, ``runs`` and ``_flat`` work on it.
 
     >>> upper = Runs.from_kinds(torch.tensor([[[[0, 1], [3, 0]]]], dtype=torch.uint8))
     >>> transpose(upper).counts()[0].tolist(), transpose(upper).runs.tolist()
@@ -125,8 +125,8 @@ def transpose(runs: Runs) -> Runs:
 
 
 def _transpose(lines: Runs) -> Runs:
-    """List the columns of a pattern as rows, in time and memory of the two lists of runs, not of rows times
-    columns."""
+    """List the columns of a pattern as rows. Time and memory grow with the number of runs, not with rows
+    times columns."""
     b, h, r, c = lines.shape
     row, start, end, kind = lines._flat()
     # Compare each row with the row before it. The pattern of row r enters twice: as `now` at r and as
@@ -140,9 +140,9 @@ def _transpose(lines: Runs) -> Runs:
     line, at, state = line[order], at[order], step[order].cumsum(0)
     width = torch.where(line[1:] == line[:-1], at.diff(), 0)
     line, at, state = line[:-1], at[:-1], state[:-1]
-    change = state % 4 != state // 4  # also of empty ranges, which `ramps` drops
+    change = state % 4 != state // 4  # includes empty ranges, which `ramps` drops
     line, at, width, state = line[change], at[change], width[change], (state % 4)[change]
-    first = line // (r + 1) * c + at  # of the columns, numbered over (B, H, C), whose kind becomes `state`
+    first = line // (r + 1) * c + at  # the column, numbered over (B, H, C), whose kind becomes `state`
     # One event for each column of each changed range: from this row on, its kind is `state`.
     column, order = ramps(first, width).sort(stable=True)  # rows ascend already
     row, state = (x.repeat_interleave(width)[order] for x in (line % (r + 1), state))

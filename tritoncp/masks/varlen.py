@@ -1,4 +1,4 @@
-"""Packed sequences: documents one after the other in one buffer, separated by cu_seqlens.
+"""Packed sequences: documents stand one after the other in a buffer, at the offsets cu_seqlens.
 
 ``cu_seqlens``, integers [n + 1], are cumulative lengths: the tokens before each of n documents, then the
 total. If the buffer has padding at the end of documents, ``cu_seqlens_padded`` are its cumulative rows. There
@@ -44,7 +44,7 @@ class Documents(NamedTuple):
         """Make Documents on the CPU from cumulative tokens and cumulative rows.
 
         name: of the argument, for messages. length: rows of the buffer; None: not checked. Raises ValueError
-        for lengths that do not start at 0, decrease, or do not fit the buffer.
+            for cumulative lengths that do not start at 0, decrease, or do not fit the buffer.
         """
         cu_seqlens, padded = (x.detach().cpu().long() for x in (cu_seqlens, padded))
         _check_cumulative(name, cu_seqlens)
@@ -59,7 +59,7 @@ class Documents(NamedTuple):
         if length is not None and int(padded[-1]) != length:
             raise ValueError(
                 f"{name} accounts for {int(padded[-1])} rows, the buffer has {length} on all ranks together; "
-                "cu_seqlens are those of the whole buffer, not of a shard, and rows that hold no token are "
+                "cu_seqlens describe the whole buffer, not a shard, and rows that hold no token are "
                 f"padding of the document before them: pass {name}_padded, which ends at {length}"
             )
         return cls(padded[:-1], tokens, rows)
@@ -83,7 +83,7 @@ def _check_cumulative(name: str, x: Tensor) -> None:
 @as_tree
 @record(repr=False)
 class Varlen(MaskMod):
-    """The mask_mod of a packed buffer: a query sees keys of its own document only.
+    """The mask_mod of a packed buffer: a query sees only keys of its document.
 
     q, kv:               cumulative tokens [n + 1]; q_padded, kv_padded: cumulative rows of the buffer
     left, right:         with the last query of a document aligned to its last key, query i sees key j for
@@ -190,26 +190,38 @@ def varlen_mask(
     cu_seqlens_kv_padded: Tensor | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> Mask:
-    """Return the mask of a packed buffer [t, heads, head dim]: a query sees its own document only.
+    """Return the mask of a packed buffer [t, heads, head dim]: a query sees only keys of its document.
 
-    cu_seqlens_q, cu_seqlens_kv: int32 or int64 [n + 1], the number of tokens before each of n documents, then
-    the total; of queries and of keys (None: the same). Documents of length 0 are allowed.
-    cu_seqlens_q_padded, cu_seqlens_kv_padded: cumulative rows of the buffer, if padding follows each
-    document's tokens; the last entry is the length of the buffer. None: no padding.
-    causal, window: the last query of a document is aligned to its last key (bottom-right alignment).
-    ``causal`` hides keys after a query, ``window=(left, right)`` keys that are further away on either
-    side, -1 = unbounded, which is FlashAttention's convention. A pair is visible if neither hides it.
+    >>> mask = varlen_mask(torch.tensor([0, 2, 3]), causal=True)         # documents of 2 and 1 tokens
+    >>> mask.to_dense()[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    >>> rows = torch.tensor([0, 3, 4])                                   # with padding: row 2
+    >>> padded = varlen_mask(torch.tensor([0, 2, 3]), causal=True, cu_seqlens_q_padded=rows)
+    >>> padded.to_dense()[0, 0].int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
 
     A plan of this mask leaves padding out: it is never read, and out and gradients are 0 there.
-    The tensors are copied to the host in one copy. Raises TypeError and ValueError for cu_seqlens of another
-    type, that do not start at 0, fall, or differ in their number of documents.
+    The tensors are copied to the host in one copy.
 
-    >>> mask = varlen_mask(torch.tensor([0, 2, 3]), causal=True, cu_seqlens_q_padded=torch.tensor([0, 3, 4]))
-    >>> mask.to_dense()[0, 0].int()
-    tensor([[1, 0, 0, 0],
-            [1, 1, 0, 0],
-            [0, 0, 0, 0],
-            [0, 0, 0, 1]], dtype=torch.int32)
+    Args:
+        cu_seqlens_q: number of query tokens before each of n documents, then the total: int32 or int64
+            [n + 1]. Documents of length 0 are allowed.
+        cu_seqlens_kv: the same of keys; None: equal to ``cu_seqlens_q``.
+        causal: hide the keys after a query. The last query of a document is aligned to its last key
+            (bottom-right alignment).
+        window: (left, right), hide keys that are further away on either side, -1 = unbounded, as in
+            FlashAttention. A pair is visible if neither ``causal`` nor ``window`` hides it.
+        cu_seqlens_q_padded: cumulative rows of the buffer, if padding follows the tokens of documents; the
+            last entry is the length of the buffer. None: no padding.
+        cu_seqlens_kv_padded: the same of keys.
+        BLOCK_SIZE: size of the blocks in tokens, an int or (queries, keys).
+
+    Returns:
+        A :class:`Mask`.
+
+    Raises:
+        TypeError, ValueError: for cu_seqlens of another type, that do not start at 0, that decrease, or that
+            differ in their number of documents.
     """
     padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
     mod = varlen(cu_seqlens_q, cu_seqlens_kv, causal=causal, window=window, **padded)

@@ -13,9 +13,9 @@ from tritoncp.masks.mask import Mask
 
 @on_host
 def count_visible_keys(mask: Mask, batch: int = 1, heads: int = 1, first_row: int = 0) -> Tensor:
-    """Count the keys that each query sees: int64 [B, H, q_len], B and H those of the mask or of the call.
+    """Count the keys that each query sees: int64 [B, H, q_len], with B and H of the mask or of the call.
 
-    first_row: b of the mask's first batch row.
+    first_row: the b that the mask_mod gets for the mask's first batch row.
 
     >>> from tritoncp.masks import causal, create_block_mask
     >>> count_visible_keys(create_block_mask(causal(), 1, 1, 5, 5, BLOCK_SIZE=2)).tolist()

@@ -1,8 +1,8 @@
 """The state that a function's bytecode reads: chains of attributes and subscripts that begin at a variable.
 
 ``Config.limits["cap"]`` compiles to loads of a global, an attribute and a constant subscript. `code_reads`
-collects such chains once per code object; `fingerprint` evaluates them at each call. Of attributes of other
-values (local variables, results of calls) only the names are collected.
+collects such chains once per code object; `fingerprint` evaluates them at each call. Attributes of other
+values (local variables, results of calls) are collected by name only.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Reads(NamedTuple):
 
     chains: with their paths, from globals, closure variables, imported modules and the function's first
         argument (``self``)
-    attributes: names of attributes of values that are no chain
-    obstacle: an operation that makes it unknown which state the code reads; "" if there is none
+    attributes: names of attributes that are read from other values than chains
+    obstacle: an operation whose reads cannot be known, as text; "" if there is none
     """
 
     chains: tuple[tuple[Chain, str], ...]
@@ -56,7 +56,7 @@ _GAPS = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
 
 
 MAX_CODES = 4096
-_READS: dict[types.CodeType, Reads] = {}  # of MAX_CODES at most; not an lru_cache, of which Dynamo warns
+_READS: dict[types.CodeType, Reads] = {}  # up to MAX_CODES; Dynamo warns about an lru_cache
 
 
 def code_reads(code: types.CodeType) -> Reads:
@@ -95,8 +95,8 @@ def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
 
 
 def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain | str]:
-    """Yield the reads of a code object and those nested in it: chains; attributes of other values, as chains
-    of the kind ATTRIBUTE; obstacles (:class:`Reads`) as text.
+    """Yield the reads of a code object and of code nested in it: chains; attributes of other values, as
+    chains of the kind ATTRIBUTE; obstacles (:class:`Reads`) as text.
 
     scope: variables of enclosing functions and the first argument, at which chains may begin
     """

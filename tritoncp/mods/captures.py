@@ -53,8 +53,8 @@ def cell_value(cell: types.CellType) -> Any:
 
 
 def take_apart(obj: Any) -> tuple[str, Any, list[Any]] | None:
-    """Split a container, partial or method into (kind, constant, parts), from which ``MAKERS[kind]`` makes it
-    again; None for any other object. Dynamo traces this."""
+    """Split a container, partial or method into (kind, constant, parts) for ``MAKERS[kind]``, which makes it
+    again; None for any other object. Dynamo traces this function."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return "call", type(obj), [*obj]
     if isinstance(obj, tuple | list):

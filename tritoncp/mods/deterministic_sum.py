@@ -1,9 +1,9 @@
 """Deterministic gradients of captured tensors: fixed-point sums, which do not depend on the order of
 addition.
 
-Atomic additions of floats round, so that the result depends on their order; those of integers do not. Each
-sum is a fixed-point number so wide that no addition rounds (U. Kulisch's long accumulator, with the range of
-gradients): five words of 30 bits, each in an int64 with 33 more bits for carries.
+Atomic additions of floats round, so that the result depends on their order; additions of integers do not
+round. Each sum is a fixed-point number so wide that no addition rounds (U. Kulisch's long accumulator, with
+the range of gradients): five words of 30 bits, each in an int64 with 33 more bits for carries.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WORDS = 5  # in units of 2^30, 1, ..., 2^-90; smaller addends are lost
+WORDS = 5  # words in units of 2^30, 1, ..., 2^-90; smaller addends are lost
 BITS = 30  # bits of a word
-SLOTS = WORDS + 1  # the last counts addends out of range: NaN, infinities, 2^60 and more
+SLOTS = WORDS + 1  # the last slot counts addends out of range: NaN, infinities, 2^60 and more
 
 
 def buffer(like: Tensor, device: torch.device) -> Tensor:

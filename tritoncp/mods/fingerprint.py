@@ -2,11 +2,11 @@
 
 Two functions with equal fingerprints trace to the same graph. :mod:`.bytecode` lists the chains of attributes
 and subscripts that a function reads. Each chain is evaluated, and its value enters the key: a number, a text,
-a tensor, a container of these, or a function, whose own reads enter the key too.
+a tensor, a container of these, or a function, whose reads enter the key too.
 
 A function that reads other state is *incomparable* and has no key: an object that is passed or called as a
-whole, since any of its attributes may then be read, or state without a value to compare (a file, the clock,
-an iterator). A function that edits the state that it reads has no key either.
+whole, since any of its attributes may be read, or state without a value to compare (a file, the clock, an
+iterator). A function that edits the state it reads has no key either.
 
 Tensors enter the key by dtype, shape, device and requires_grad, never by identity or contents.
 """
@@ -29,10 +29,10 @@ from tritoncp.mods.bytecode import ARGUMENT, ATTRIBUTE, CELL, GLOBAL, IMPORT, Ch
 from tritoncp.mods.captures import ABSENT, cell_value, take_apart
 
 MAX_VALUES = 1024  # values per fingerprint; beyond this, a recording of the function takes less time
-HEAP_TYPE = 1 << 9  # of a class's __flags__; not set for static types, which are written in C
+HEAP_TYPE = 1 << 9  # a bit of a class's __flags__; not set for static types, which are written in C
 
 _tensor_facts = attrgetter("dtype", "shape", "requires_grad", "device")
-_COMPUTED = object()  # result of a function whose own reads enter the key
+_COMPUTED = object()  # the result of a function whose reads enter the key
 _ATOMS = frozenset(
     {bool, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type(ABSENT), range}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -66,10 +66,10 @@ class Incomparable(Exception):
 class ModState:
     """The state of a mask_mod or score_mod at one moment.
 
-    key: hashable; equal keys mean equal graphs. None where the function can neither be compared nor recorded
+    key: hashable; equal keys mean equal graphs. None if the function can neither be compared nor recorded
     tensors: captured tensors in a fixed order
-    numbers: Python ints and floats that it reads
-    incomparable: the state that has no key, in words; empty if there is none
+    numbers: Python ints and floats that the function reads
+    incomparable: description of the state that has no key; empty if there is none
     """
 
     key: Any
@@ -79,7 +79,7 @@ class ModState:
 
 
 class Fingerprint(ModState):
-    """The state that a function, method, partial or callable object reads, when this is constructed.
+    """The state that a function, method, partial or callable object reads, evaluated at construction.
 
     key: a tuple of (path, value) pairs; None if some state is incomparable
     tensors: in order of first use
@@ -99,7 +99,7 @@ class Fingerprint(ModState):
         self.key: Any = None
         self.incomparable = ""
         self._entries: list[tuple[str, Any]] = []
-        self._places: dict[Any, tuple[int, object]] = {}  # by id, with the object, whose id is then its own
+        self._places: dict[Any, tuple[int, object]] = {}  # by id; keeps the object alive
         self._count = 0
         try:
             if type(fn) is types.FunctionType:
@@ -115,7 +115,7 @@ class Fingerprint(ModState):
             self.incomparable = str(error)
         except RecursionError:
             self.incomparable = "state is nested too deep to compare"
-        except Exception as error:  # of the user's classes: of a property, say
+        except Exception as error:  # raised by the user's classes, for example by a property
             self.incomparable = f"reading its state raised {type(error).__name__}: {error}"
 
     # -- values ------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Fingerprint(ModState):
                 raise Incomparable(f"{path}() edits a container, or reads attributes by a format string")
             return "method", obj.__name__, self._value(path, owner)
         if not is_of_library(obj, kind):
-            raise Incomparable(f"{path} is {_describe(obj)}, of which any state may be read")
+            raise Incomparable(f"{path} is {_describe(obj)}, any state of which may be read")
         return obj
 
     # -- functions ---------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ class Fingerprint(ModState):
         return "function", place
 
     def _torch_function(self, path: str, fn: types.FunctionType, owner: Any) -> Any:
-        """Return the key of a torch function: itself, and values in its closure that are not torch's,
-        as mask_mods that `and_masks` combines, or a function decorated by `torch.no_grad`."""
+        """Return the key of a torch function: itself, and values of its closure that are not from torch, for
+        example the mask_mods that `and_masks` joins, or a function decorated with `torch.no_grad`."""
         if owner is not None:
             raise Incomparable(f"{path} is a method of a {type(owner).__qualname__}")
         _refuse_impure(path, [fn.__name__])
@@ -231,7 +231,7 @@ class Fingerprint(ModState):
             if value is ABSENT:
                 break
             if isinstance(value, torch.Tensor) and name not in value.__dict__:
-                self._entries.append((path, self._value(path, value)))  # its dtype, shape, a method
+                self._entries.append((path, self._value(path, value)))  # dtype, shape, a method
                 value = _COMPUTED
             if value is _COMPUTED:
                 _refuse_impure(

@@ -26,12 +26,12 @@ from tritoncp.mods.recording import read_state
 if TYPE_CHECKING:
     from tritoncp.mods.translate.trace import ModTrace
 
-JITFunction: TypeAlias = Any  # a result of @triton.jit, which in the interpreter is of another class
+JITFunction: TypeAlias = Any  # a result of @triton.jit, whose class is another one in the interpreter
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Stands for the @triton.jit functions of a mod that only torch can run; has the reason."""
+    """Placeholder for the @triton.jit functions of a mod that only torch can run, with the reason."""
 
     arg_names: tuple[str, ...]
     error: Untranslatable
@@ -50,13 +50,13 @@ class Mod:
     Where `keep` (a bool tile of the score's shape) is set, `grad` also adds to `dcaps`, atomically.
     Indices are global and lie in [0, 2^30).
 
-    digest: hash of `source` and of the code of `graph`; Mods of equal digest differ in captures alone
+    digest: hash of `source` and of the code of `graph`; Mods with one digest differ only in captures
     fn: a Refusal if there is only a torch form
-    wants: indices in `tensors` of those whose gradients `grad` computes, in the order of `dcaps`
+    wants: indices of the tensors whose gradients `grad` computes, in the order of `dcaps`
     graph: `fn` as a torch graph; None for hand-written Triton
     back: `grad` without additions to dcaps
     loads: number of axes of a score tile (q, kv) on which addresses of loads from `tensors` depend: 0 if only
-        on b and h, 2 if each score loads its own value
+        on b and h, 2 if each score loads another value
     """
 
     digest: str
@@ -78,10 +78,10 @@ class Mod:
                 "a hand-written @triton.jit mod cannot be called in torch: pass it to flex_attention, or "
                 "write it in Python"
             )
-        return self.graph.forward(*arguments, *self.tensors, *self.numbers)  # without hooks of all modules
+        return self.graph.forward(*arguments, *self.tensors, *self.numbers)  # without hooks
 
     def __post_init__(self) -> None:
-        # `structure_of` finds the Mod without captures as long as any Mod of its digest is alive.
+        # `structure_of` finds the Mod without captures while any Mod with its digest is alive.
         if (structure := _STRUCTURES.get(self.digest)) is None:
             copy = object.__new__(Mod)
             vars(copy).update(vars(self), tensors=(), numbers=())
@@ -89,7 +89,7 @@ class Mod:
         vars(self).update(graph=structure.graph, _structure=structure)  # all Mods of a digest share a graph
 
     def with_captures(self, tensors: Sequence[Tensor] = (), numbers: Sequence[int | float] = ()) -> Mod:
-        """Copy the mod with other captures (five times as fast as `dataclasses.replace`)."""
+        """Copy the mod with other captures (in a fifth of the time of `dataclasses.replace`)."""
         copy = object.__new__(Mod)
         vars(copy).update(vars(self), tensors=tuple(tensors), numbers=tuple(numbers))
         vars(copy).setdefault("_structure", self)
@@ -190,7 +190,7 @@ def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]
 
 
 def _runnable(fn: JITFunction | None) -> JITFunction | None:
-    """Return a hand-written function with libdevice, which Triton's interpreter lacks."""
+    """Give a hand-written function the libdevice functions that Triton's interpreter lacks."""
     if type(fn).__name__ != "InterpretedFunction":
         return fn
     from tritoncp.mods.translate.interpreted_libdevice import with_libdevice  # late: it imports Triton
@@ -216,7 +216,8 @@ def _check_signature(fn: JITFunction, grad: JITFunction | None) -> None:
 
 
 def is_jit_function(fn: Any) -> bool:
-    """Return whether `fn` is a @triton.jit function. Does not import Triton: without it, there is none."""
+    """Return whether `fn` is a @triton.jit function. Does not import Triton: if it is not imported, `fn` is
+    not one."""
     if type(fn) is types.FunctionType:  # the usual case, for speed
         return False
     triton_jit = sys.modules.get("triton.runtime.jit")
@@ -224,7 +225,7 @@ def is_jit_function(fn: Any) -> bool:
 
 
 def hand_written(fn: Any) -> bool:
-    """Return whether `fn` is hand-written @triton.jit code, which torch cannot call; alone or as a Mod."""
+    """Return whether `fn` is a hand-written @triton.jit function or a Mod of one, which torch cannot call."""
     return is_jit_function(fn) or (isinstance(fn, Mod) and fn.graph is None)
 
 
@@ -271,8 +272,8 @@ def _translate_whole(fn: Callable[..., Any] | JITFunction | Mod, arguments: int,
 def translate(
     fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype: torch.dtype
 ) -> tuple[Mod, Sequence[Tensor]]:
-    """Translate a mask_mod (4 arguments) or score_mod (5), unless a function of equal state was translated.
-    Returns the Mod without its captured tensors, then the tensors, which may be others at each call."""
+    """Translate a mask_mod (4 arguments) or score_mod (5), unless a function with equal state was translated.
+    Returns the Mod without captured tensors, then the tensors of this call."""
     if type(fn) is not types.FunctionType:
         if is_jit_function(fn):
             fn = Mod.from_triton(fn)
@@ -289,7 +290,7 @@ def translate(
     if key is not None and (entry := _TRANSLATIONS.get(key)) is not None:
         mod, sources = entry
         return mod, [state.tensors[x] if type(x) is int else x for x in sources]
-    with _LOCK:  # tracing changes state of the whole process
+    with _LOCK:  # tracing changes state of the process
         traced, sources = _trace(fn, arguments == 5, dtype, state)
         mod = traced.with_captures(numbers=traced.numbers)
         if key is not None and sources is not None:
@@ -329,20 +330,20 @@ def _build_kernels(trace: ModTrace) -> Mod:
     grad = module.score_grad if trace.is_score else None
     score_only = replace(trace, joint=trace.back, wants=())
     back = source_cache.load(emit_source(score_only)[0]).score_grad if trace.wants else grad
-    digest = source_cache.digest_of(f"{source}\n{_torch_form(trace)}")  # torch forms of a source may differ
+    digest = source_cache.digest_of(f"{source}\n{_torch_form(trace)}")  # it may have many torch forms
     captures = trace.tensors, trace.numbers, trace.wants
     return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads)
 
 
 def _torch_form(trace: ModTrace) -> str:
-    """Return the code of the torch form, with that of derivatives that autograd.Functions define."""
+    """Return the code of the torch form, with the code of derivatives that autograd.Functions define."""
     names, back = trace.forward.meta["own_gradients"]
     return f"{trace.forward.code}\n{names}\n{back.code}" if names else trace.forward.code
 
 
 def _tensor_sources(trace: ModTrace, state_tensors: Sequence[Tensor]) -> tuple[int | Tensor, ...] | None:
-    """Return for each captured tensor its index in `ModState.tensors`, or the tensor itself if the function
-    makes it; None if the trace captured any other tensor."""
+    """Map each captured tensor to its index in `ModState.tensors`, or to itself if the function makes it;
+    None if the trace captured any other tensor."""
     sources: list[int | Tensor] = []
     for i, tensor in enumerate(trace.tensors):
         position = next((p for p, candidate in enumerate(state_tensors) if candidate is tensor), None)

@@ -1,8 +1,8 @@
 """Places: where a class or function is defined, as text that another process can look up.
 
 A place is ``module:path``, or ``module:path#digest`` for code of users: the digest of its bytecode tells an
-edited function from the one that was meant. Functions that other functions make are found by the code of
-these. A place is looked up in modules that are loaded; nothing is imported.
+edited function from the original. A function made inside another one is found by the code of the outer one. A
+place is looked up in loaded modules; nothing is imported.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.captures import ABSENT
+from tritoncp.mods.user_code import describe, origin
 
-_KNOWN = ("torch", "tritoncp", "builtins")  # packages whose classes a version describes
+_KNOWN = ("torch", "tritoncp", "builtins")  # packages whose version identifies the code of their classes
 
 
 def stable(key: Any) -> Any:
-    """Return a key, for example of a fingerprint, without addresses and device indices, which differ between
-    processes."""
+    """Drop addresses and device indices, which differ between processes, from a key such as a
+    fingerprint's."""
     if isinstance(key, types.CodeType):
         shape = key.co_argcount, key.co_kwonlyargcount, key.co_flags, key.co_exceptiontable.hex()
         return key.co_name, shape, key.co_code.hex(), key.co_names, stable(key.co_consts)
@@ -46,8 +46,8 @@ def digest_of(*codes: types.CodeType) -> str:
 
 
 def place_of(thing: Any) -> str | None:
-    """Return the place of a class, module, enum member, dtype, torch op, or function that is known by its
-    name; None for any other object.
+    """Return the place of a class, module, enum member, dtype, torch op or named function; None for any other
+    object.
 
     >>> import torch
     >>> [place_of(x) for x in (torch.float32, torch.nn.Linear, torch.ops.aten.sin.default, lambda: 0)]
@@ -55,7 +55,7 @@ def place_of(thing: Any) -> str | None:
     """
     kind = type(thing)
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
-    last = getattr(thing, "__name__", str(thing).removeprefix("torch."))  # of a dtype: float32
+    last = getattr(thing, "__name__", str(thing).removeprefix("torch."))  # the name of a dtype, "float32"
     candidates = [f"{module}:{name}", f"torch:{last}", f"torch:nn.functional.{last}"]
     candidates += [f"types:{key}" for key, value in vars(types).items() if value is thing]
     if isinstance(thing, types.ModuleType):
@@ -69,22 +69,24 @@ def place_of(thing: Any) -> str | None:
 
 
 def place_of_code(code: types.CodeType, scope: dict[str, Any]) -> str | None:
-    """Return the place of the code of a function with the globals ``scope``; None if it is not that of a
-    loaded module."""
+    """Return the place of the code of a function with the globals ``scope``; None if no loaded module has
+    it."""
     place = f"{scope.get('__name__')}:{code.co_qualname}#{digest_of(code)}"
     found = find_code(place)
     return place if found is not None and found[1] is scope else None
 
 
 def find(place: str) -> Any:
-    """Return the object of a place; ABSENT if this process has none, or another class of the name."""
+    """Return the object of a place; ABSENT if this process does not have it, or has a different class of that
+    name."""
     path, _, digest = place.partition("#")
     thing = _look_up(path)
     return thing if not digest or _digest_of_class(thing) == f"#{digest}" else ABSENT
 
 
 def find_code(place: str) -> tuple[types.CodeType, dict[str, Any]] | None:
-    """Return the code of a function's place and the globals of its module; None if this process has none."""
+    """Return the code at a function's place and the globals of its module; None if this process does not have
+    it."""
     name, _, path = place.partition(":")
     qualname, _, digest = path.rpartition("#")
     module = sys.modules.get(name)
@@ -95,8 +97,8 @@ def find_code(place: str) -> tuple[types.CodeType, dict[str, Any]] | None:
 
 
 def check_pickles(fn: Any) -> None:
-    """Raise PicklingError for a function that pickle cannot name, unless the pickler that is at work copies
-    functions, as that of cloudpickle does."""
+    """Raise PicklingError for a function that pickle cannot name, unless the running pickler copies
+    functions, like cloudpickle."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     if not isinstance(fn, types.FunctionType) or _look_up(f"{fn.__module__}:{fn.__qualname__}") is fn:
@@ -114,7 +116,7 @@ def check_pickles(fn: Any) -> None:
 
 
 def _copies_functions(pickler: Any) -> bool:
-    """Return whether an object is a pickler with a way to pickle functions other than by name."""
+    """Return whether an object is a pickler that does not pickle functions by name."""
     if not isinstance(pickler, pickle.Pickler | pickle._Pickler):
         return False
     table = getattr(pickler, "dispatch", {})
@@ -150,7 +152,8 @@ def _codes(scope: dict[str, Any]) -> Iterator[types.CodeType]:
 
 
 def _functions_of(value: Any) -> Iterator[types.FunctionType]:
-    """List a function, those that it wraps as a decorator, and those of a property or static method."""
+    """List a function, the functions that it wraps as a decorator, and the functions of a property or static
+    method."""
     if isinstance(value, property):
         parts: list[Any] = [value.fget, value.fset]
     else:

@@ -1,8 +1,8 @@
 """Recordings of a function's operations, to compare functions whose state has no fingerprint.
 
-The function and its gradient run once on 0-d tensors while `core.tracing.GraphRecorder` records their graph.
-Functions with equal graphs are equal, whatever state they read. A recording takes about a millisecond, where
-a fingerprint takes microseconds; it needs no translation to Triton.
+The function and its gradient run once on 0-d tensors while `mods.tracing.GraphRecorder` records their graph.
+Functions with equal graphs are equal, no matter which state they read. A recording takes about a millisecond,
+a fingerprint microseconds. Neither needs a translation to Triton.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host, plain_autograd, refuse_dtensor
-from tritoncp.core.tracing import GraphRecorder, TensorIndexing
-from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint, ModState
+from tritoncp.mods.tracing import GraphRecorder, TensorIndexing
+from tritoncp.mods.user_code import describe, origin
 
 
 def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torch.float32) -> ModState:
@@ -44,8 +44,8 @@ _WARNED: set[tuple[str, str]] = set()
 
 
 def refuse_captured_dtensor(tensor: Tensor) -> None:
-    """Raise TypeError for a DTensor among the tensors that a mod captures: each rank calls the mod by itself,
-    with indices of the whole tensors."""
+    """Raise TypeError if a mod captures a DTensor: each rank calls the mod alone, with indices into whole
+    tensors."""
     remedy = (
         "capture the whole tensor, x.full_tensor(); if it is learned, x.full_tensor(grad_placements=...), "
         "with Partial() for dimensions of the mesh that shard the query, and Replicate() for others"

@@ -27,7 +27,7 @@ class Snapshot:
     """
 
     def __init__(self, mask_mod: Callable[..., Any], fixed: bool = False) -> None:
-        """Read the state. fixed: only contents of its tensors can change, as in closed forms"""
+        """Read the state. fixed: only the contents of its tensors can change, as for closed forms"""
         state = captured_state(mask_mod)
         self._fixed = fixed or _is_translated(mask_mod)
         self._key = state.key

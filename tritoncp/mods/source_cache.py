@@ -21,7 +21,7 @@ def digest_of(source: str) -> str:
 
 
 def load(source: str) -> ModuleType:
-    """Return the module of a source, which is cached as long as a function of it is alive."""
+    """Return the module of a source. It stays in the cache while one of its functions is alive."""
     digest = digest_of(source)
     module = _MODULES.get(digest)
     if module is None:
@@ -33,7 +33,7 @@ def _execute(digest: str, source: str, path: str) -> ModuleType:
     """Execute a source in a new module with the file name ``path``."""
     module = ModuleType(f"tritoncp_mod_{digest[:16]}")
     module.__file__ = path
-    vars(module)["__module__"] = module  # its functions keep it alive by their globals
+    vars(module)["__module__"] = module  # its functions' globals keep it alive
     # Without a modification time, so that checkcache() does not compare it with a file.
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     weakref.finalize(module, linecache.cache.pop, path, None).atexit = False
@@ -43,11 +43,11 @@ def _execute(digest: str, source: str, path: str) -> ModuleType:
 
 
 def _release(module: ModuleType) -> None:
-    """Remove the module's functions from Triton's process-wide tables, which would keep them alive for ever.
+    """Remove the module's functions from Triton's process-wide tables, which would never free them.
 
-    These are the compiler's table of constants of kernels loaded ahead of time, and the interpreter's table
-    of rewritten functions, which is replaced by one table per function. Since the interpreter enters a
-    function into the compiler's table when it rewrites it, functions are rewritten here first.
+    The tables are the compiler's constants of kernels loaded ahead of time, and the interpreter's rewritten
+    functions; each function gets a table of the latter kind for itself. The interpreter enters a function
+    into the compiler's table when it rewrites it, so functions are rewritten here first.
     """
     registry = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
     for name, value in list(vars(module).items()):

@@ -1,27 +1,25 @@
-"""Balancers: assign the query blocks of a mask to ranks, by their work and the keys that they see.
+"""Balancers assign the query blocks of a mask to ranks, by the work of blocks and the keys that they see.
 
 A balancer is a function of a :class:`Work` that returns each rank's blocks. `make_plan(balancer=...)` takes
-the name of a balancer of this module, or a function of your own:
+the name of a balancer of this module, or any such function:
 
 >>> def odd_and_even(work):
 ...     return [list(range(rank, len(work.costs), work.world_size)) for rank in range(work.world_size)]
 >>> assign_blocks(odd_and_even, Work(torch.ones(5), 2))
 [[0, 2, 4], [1, 3]]
 
-With the balancers of this module, ranks have equally many blocks to within one, also where there are fewer
-blocks than ranks; with "lpt" and "spt" at most ⌈blocks / ranks⌉, the last ones fewer. A function of your own
-may assign any number: shards are padded to the longest. ``tritoncp.balancers`` maps the names to the
-functions:
+With the balancers of this module, the numbers of blocks of ranks differ by at most one; with "lpt" and "spt"
+each rank has up to ⌈blocks / ranks⌉, and the last ones may have fewer. Another function may assign any
+number: shards are padded to the longest. ``tritoncp.balancers`` maps the names to the functions:
 
-- "contiguous": even pieces in natural order: the fewest remote keys of windows, uneven work of causal masks
+- "contiguous": even pieces in natural order: few remote keys for windows, uneven work for causal masks
 - "head_tail": a piece from the front and one from the back: even for causal masks
-- "per_document": small documents whole, large ones in pairs of pieces; nearly even work, without a bound
-- "ptrr": blocks by descending work in zig-zag, as torch assigns them: even work, most keys are sent
+- "per_document": small documents whole, large ones in pairs of pieces; nearly even work, not guaranteed
+- "ptrr": blocks by descending work in zig-zag, as in torch: even work, but many keys are sent
 - "lpt", "spt": blocks by descending ("longest processing time first") or by ascending work, each to the rank
-  with the least work
-- "locality": even work (max/mean at most 1.02 where blocks allow it) with the fewest remote keys; the slowest
-  to compute
-- "auto" is no entry: `make_plan` then weighs all entries, and natural order, by predicted time
+  with the lowest work
+- "locality": even work (max/mean up to 1.02 if blocks allow it) with the fewest remote keys; slow to compute
+- "auto" is not in it: `make_plan` then compares all balancers, and natural order, by predicted time
 """
 
 from __future__ import annotations
@@ -64,11 +62,11 @@ def head_tail(work: Work) -> list[list[int]]:
 def ptrr(work: Work) -> list[list[int]]:
     """Assign blocks in zig-zag order, the costliest first: processing-time round-robin.
 
-    The order and the ties are those of torch's ``_PTRRLoadBalancer``, but a masked block costs
-    ``work.MASKED_BLOCK_COST`` (1.25) full ones, as its kernels take longer. Where rows of blocks mix both
-    kinds in different shares, the placement differs from torch's, which counts blocks; see
-    :func:`ptrr_unweighted`. If the number of ranks does not divide that of the blocks, the last round has
-    fewer, the cheapest; torch refuses that.
+    It assigns in the order of torch's ``_PTRRLoadBalancer``, ties included, but counts a masked block as
+    ``work.MASKED_BLOCK_COST`` (1.25) full ones, since kernels take longer for it. If rows mix both kinds of
+    blocks in different shares, the placement differs from torch's, which counts blocks; see
+    :func:`ptrr_unweighted`. If the number of ranks does not divide the number of blocks, the last round has
+    fewer blocks, the cheapest; torch refuses that.
 
     >>> ptrr(Work(torch.tensor([1, 2, 3, 4, 5]), 2))
     [[0, 1, 4], [2, 3]]
@@ -77,18 +75,18 @@ def ptrr(work: Work) -> list[list[int]]:
 
 
 def ptrr_unweighted(work: Work) -> list[list[int]]:
-    """Assign blocks as :func:`ptrr`, with masked and full blocks counted alike: the placement of torch's
-    ``_PTRRLoadBalancer``, for plans that have to agree with torch's.
+    """Assign blocks like :func:`ptrr`, but count masked and full blocks alike. This is the placement of
+    torch's ``_PTRRLoadBalancer``, for plans that have to agree with torch's.
 
-    With :func:`ptrr`, the work of two ranks, as plans count it, differs at most by that of one row of blocks;
-    here it may differ by more.
+    With :func:`ptrr`, the work of two ranks differs by up to one row of blocks; here it may differ by
+    more.
     """
     return _zig_zag(work.listed, work.world_size)
 
 
 def lpt(work: Work) -> list[list[int]]:
-    """Assign blocks by descending work (longest processing time first), each to the rank with the least work
-    that has room for it. Equal blocks go in their order, equal ranks too.
+    """Assign blocks by descending work (longest processing time first), each to the rank with the lowest work
+    that has room for it. Ties are broken by the order of blocks, and of ranks.
 
     >>> lpt(Work(torch.tensor([1, 2, 3, 4, 5, 9]), 2))
     [[0, 2, 5], [1, 3, 4]]
@@ -97,8 +95,8 @@ def lpt(work: Work) -> list[list[int]]:
 
 
 def spt(work: Work) -> list[list[int]]:
-    """Assign blocks as :func:`lpt`, but by ascending work (shortest processing time first). The costliest
-    come last, when no block is left to even them out: the work of ranks differs by more.
+    """Assign blocks like :func:`lpt`, but by ascending work (shortest processing time first). The costliest
+    blocks come last, when no others are left to even them out: the work of ranks differs by more.
 
     >>> spt(Work(torch.tensor([1, 2, 3, 4, 5, 9]), 2))
     [[0, 2, 4], [1, 3, 5]]
@@ -118,11 +116,11 @@ def _zig_zag(costs: torch.Tensor, world_size: int) -> list[list[int]]:
 
 def per_document(work: Work) -> list[list[int]]:
     """Keep small documents whole, and cut large ones into pairs of pieces (one from the front, one from the
-    back); assign the costliest first, to the rank with the least work that has room. There is no bound on
-    max/mean: whole documents of equally many blocks need not have equal work.
+    back); assign the costliest first, to the rank with the lowest work that has room. There is no bound on
+    max/mean: whole documents with the same number of blocks need not have equal work.
 
-    Document boundaries are the positions across which the mask shows no pair; documents have any length. A
-    group that no rank has room for is assigned block by block.
+    Documents may have any length: a boundary is a position across which the mask shows no pair. A group for
+    which no rank has room is assigned block by block.
 
     >>> from tritoncp.masks import and_masks, causal, create_block_mask, document
     >>> mod = and_masks(causal(), document(lengths=[16, 4, 4, 4, 4]))
@@ -177,13 +175,12 @@ balancers: dict[str, Balancer] = {
 
 
 def resolve_balancer(balancer: str | Balancer) -> tuple[str, Balancer]:
-    """Return the name and the function of a balancer that is passed by name or as a function."""
+    """Return the name and the function of a balancer given by name or as a function."""
     if callable(balancer):
         return getattr(balancer, "__name__", type(balancer).__name__), balancer
     if not isinstance(balancer, str) or balancer not in balancers:
         raise ValueError(
-            f"unknown balancer {balancer!r}; known: auto, {', '.join(sorted(balancers))}, or a function of "
-            "your own"
+            f"unknown balancer {balancer!r}; known: auto, {', '.join(sorted(balancers))}, or a function"
         )
     return balancer, balancers[balancer]
 
@@ -221,10 +218,10 @@ def _block_by_block(work: Work, ascending: bool) -> list[list[int]]:
 def _lightest_first(
     groups: Sequence[list[int]], costs: Sequence[float], room: list[int], ascending: bool = False
 ) -> list[list[int]]:
-    """Assign groups of blocks, the costliest first, to the rank with the least work that has room for the
-    whole group; if none has, one block at a time.
+    """Assign groups of blocks, the costliest first, to the rank with the lowest work that has room for the
+    whole group; if no rank has room, one block at a time.
 
-    room: the most blocks of each rank; changed. ascending: the cheapest first
+    room: max number of blocks of each rank, updated in place. ascending: the cheapest first
     """
     ranks: list[list[int]] = [[] for _ in room]
     available = [(0.0, rank) for rank, most in enumerate(room) if most]

@@ -18,12 +18,12 @@ from tritoncp.planning.placement import Placement, by_blocks, joined, natural, p
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer, Work, work_of_rows
 
-# Balancers whose time grows with blocks x ranks, and the largest product for which "auto" weighs them: 3 s.
+# Balancers whose time grows with blocks x ranks, and the max product for which "auto" tries them (3 s).
 SLOW_BALANCERS = {"locality": 1 << 20}
 
 
 def build(mask: Mask, world_size: int = 1, rank: int = 0, **options: Any) -> Plan:
-    """Place a mask's blocks on ``world_size`` ranks. options: those of :func:`build_all`"""
+    """Place a mask's blocks on ``world_size`` ranks. options: as in :func:`build_all`"""
     return build_all([mask], world_size, rank, **options)[0]
 
 
@@ -44,8 +44,8 @@ def build_all(
     work is summed, so that one placement serves all.
 
     balancer: None is natural order: rank r holds the r-th contiguous piece, ``lengths[r]`` tokens long
-    (``kv_lengths`` for the keys, if they differ). "auto" chooses the balancer, or natural order, with the
-    least predicted time of a layer of each mask, under its fastest schedule (or under ``schedule``).
+        (``kv_lengths`` for the keys, if they differ). "auto" chooses the balancer, or natural order, with the
+        lowest predicted time of one layer of each mask, under its fastest schedule (or under ``schedule``).
     degree: number of ranks that exchange heads under "ulysses" and "ulysses+ring"; 0: as many as heads allow
     layer: sizes of the layer for which "auto" chooses, see :meth:`Shape.of_layer`; None: the defaults
     """
@@ -72,7 +72,7 @@ def build_all(
 def _make_plans(
     masks: Sequence[Mask], placed: tuple[str, Placement, Placement], rank: int, schedule: str, degree: int
 ) -> list[Plan]:
-    """Make the plans of masks on one placement, under "allgather" where the schedule is "auto"."""
+    """Make the plans of masks on one placement; "auto" is replaced by "allgather" for now."""
     (name, q, kv), schedule = placed, "allgather" if schedule == "auto" else schedule
     return [Plan(mask, q, kv, rank, name, schedule, degree=degree) for mask in masks]
 
@@ -81,8 +81,8 @@ def _estimate(
     plans: Sequence[Plan], hardware: Hardware, layer: Mapping[str, int] | None
 ) -> list[tuple[cost.Cost, ...]]:
     """Estimate the costs of each plan for a layer, by default a standard one, with the batch rows of these
-    plans. The bytes of a plan whose rows differ are summed over them, so that a layer of fewer rows would be
-    charged for all."""
+    plans. Traffic is summed over the batch rows of a plan, so that the layer needs the same number of
+    them."""
     sizes = {"batch": max(plan.batch for plan in plans), **(layer or {})}
     return [cost.costs(plan, Shape.of_layer(plan, **sizes), hardware) for plan in plans]
 
@@ -91,7 +91,7 @@ def _cheapest(
     masks: Sequence[Mask], world_size: int, rank: int, schedule: str, degree: int,
     layer: Mapping[str, int] | None,
 ) -> list[Plan]:  # fmt: skip
-    """Make the plans of the balancer, or of natural order, with the least predicted time."""
+    """Make the plans of the balancer, or of natural order, with the lowest predicted time."""
     hardware, blocks = hardware_of(world_size), sum(mask.B * mask.runs.shape[2] for mask in masks)
     skipped = [name for name, most in SLOW_BALANCERS.items() if blocks * world_size > most]
     candidates = []
@@ -104,7 +104,7 @@ def _cheapest(
         if schedule == "auto":
             plans = [replace(plan, schedule=one.schedule) for plan, one in zip(plans, best)]
         candidates.append((sum(one.total for one in best), plans))
-    # Of equal ones the first, also where the last digits differ between the CPUs of the ranks.
+    # The first of equal ones, also if their last digits differ between the CPUs of the ranks.
     candidates.sort(key=lambda candidate: float(f"{candidate[0]:.9g}"))
     times = ", ".join(
         f"{plans[0].balancer} + {'/'.join(dict.fromkeys(plan.schedule for plan in plans))} "
@@ -150,8 +150,8 @@ def _place(
     lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
 ) -> tuple[str, Placement, Placement]:
-    """Place queries and keys by a balancer, by the work of all masks; for None or on one rank in natural
-    order, in pieces of these lengths (None: of even lengths). Also return the balancer's name.
+    """Place queries and keys by a balancer, by the summed work of all masks. None, and a world of one rank,
+    give natural order, in pieces of these lengths (None: even lengths). Also return the balancer's name.
 
     Positions that are padding in the masks get no slot; shards of balancers close up over them.
     """
@@ -173,8 +173,8 @@ def _place(
 
 
 def _place_keys(masks: Sequence[Mask], world_size: int, balancer: Balancer, q: Placement) -> Placement:
-    """Place the keys of masks with more or fewer keys than queries: keys that are queries too with these,
-    others by a balancer."""
+    """Place the keys of masks with more or fewer keys than queries: keys at the positions of queries with
+    them, the others by a balancer."""
     mask = masks[0]
     offsets = {getattr(one.mask_mod, "query_offset", None) for one in masks}
     offset = offsets.pop() if len(offsets) == 1 else None

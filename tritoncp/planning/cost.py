@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BACKWARD_RATIO = 2.5  # time of the backward pass in units of the forward pass: five matrix products for two
 DKDV_SHARE = 0.6  # share of dK and dV in the backward pass's time; the rest is dQ
-MAX_SAMPLED_RANKS = 16  # ranks whose cost is computed: the slowest of them sets the step's time
+MAX_SAMPLED_RANKS = 16  # max number of ranks whose cost is computed; the slowest one sets the step's time
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
 
 
 def sample(world_size: int) -> list[int]:
-    """Return up to MAX_SAMPLED_RANKS ranks, evenly spaced: those whose cost is computed."""
+    """Return the ranks whose cost is computed: up to MAX_SAMPLED_RANKS, evenly spaced."""
     return (
         torch.linspace(0, world_size - 1, min(world_size, MAX_SAMPLED_RANKS)).round().int().unique().tolist()
     )
@@ -66,18 +66,19 @@ def _pairs(plan: Plan, ranks: Sequence[int]) -> Tensor:
 
 
 def _seconds(shape: Shape, pairs: Tensor, hardware: Hardware) -> Tensor:
-    """Forward time of ``pairs`` visible pairs per head, 2 (D + E) FLOPs each."""
+    """Estimate the forward time of ``pairs`` visible pairs per head, 2 (D + E) FLOPs each."""
     flops = 2 * shape.batch * shape.heads * (shape.head_dim + shape.v_head_dim)
     return pairs * (flops / hardware.flops)
 
 
 def _expansion(shape: Shape, rows: Tensor | int, hardware: Hardware) -> Any:
-    """Forward time of expanding rows of a latent to keys and values, by a product with one matrix. Backward
-    the rows are expanded again, and two products give the gradients of latent and matrix."""
+    """Estimate the forward time of expanding rows of a latent to keys and values, by a product with one
+    matrix. The backward pass expands them again, and two more products give the gradients of latent and
+    matrix."""
     return rows * shape.latent * 2 * shape.expanded_row / hardware.flops
 
 
-EXPANSION_BACKWARD = 3  # products with the matrix, for one forward
+EXPANSION_BACKWARD = 3  # products with the matrix, in units of the forward's product
 
 
 def _allgather(plan: Plan, ranks: Sequence[int], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:

@@ -1,5 +1,5 @@
 """Tables derived from a mask and two placements: the keys that each rank sees, sends and receives, and the
-tables of each step, computed at their first use."""
+tables of each step. They are computed at their first use."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tritoncp.planning.parts import needed_chunks
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import Tables, slot_runs, tables_of
 
-MAX_PARTS = 64  # plans of parts that are cached with a plan
-CHUNK = 1 << 21  # (rank, block) pairs in memory at a time while the table of a large world is made
+MAX_PARTS = 64  # max number of plans of parts that are cached with a plan
+CHUNK = 1 << 21  # max number of (rank, block) pairs in memory while the table of a large world is made
 
 
 @dataclass(frozen=True, eq=False)
 class DerivedTables:
     """Tables that follow from a mask and the placements of queries and keys, for all ranks. All views of a
-    plan share one. There is at most one result for each rank, buffer and device.
+    plan share them. They keep one result for each rank, buffer and device.
 
     A buffer of keys and values is "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard),
     "fetched", or "held": a rank's shard, then the rows that it fetches.
 
-    whole: tables of the plan that this one is a part of, if one fetch serves all parts; None: each fetches
+    whole: tables of the whole plan, if one fetch serves all of its parts; None: this plan fetches for itself
     """
 
     mask: Mask
@@ -45,7 +45,7 @@ class DerivedTables:
 
     @cached_property
     def caches(self) -> dict[type, Any]:
-        """Caches of the calls that use these tables, by their class: freed with the tables."""
+        """Caches of the calls that use these tables, by class. They are freed with the tables."""
         return {}
 
     @cached_property
@@ -79,8 +79,8 @@ class DerivedTables:
 
     @cached_property
     def traffic(self) -> Tensor:
-        """Rows of rank s's keys that rank r's queries see, at [r, s], summed over the batch rows of mask and
-        placement: int64 [W, W]. Rows off the diagonal are sent."""
+        """Number of rank s's keys that rank r's queries see, at [r, s], summed over the batch rows of mask
+        and placement: int64 [W, W]. Off the diagonal, these are the rows that rank s sends."""
         parts = self.visible_blocks.split(self._ranks_at_once)
         return torch.cat([key_traffic.sum_by_owner(part, self.kv) for part in parts])
 
@@ -109,7 +109,7 @@ class DerivedTables:
 
     @computed_once
     def needed_chunks(self, count: int, first_row: int) -> Tensor:
-        """Which chunks of keys the queries of each of ``count`` chunks see."""
+        """Return which chunks of keys the queries of each of ``count`` chunks see."""
         return needed_chunks(self.mask, self.q, self.kv, count, first_row)
 
     @computed_once

@@ -1,6 +1,6 @@
 """Moves of rows from one placement of a sequence to another: the rows that each rank keeps, sends, receives.
 
-Both sides know both placements, so that no rank has to tell another which rows it sends.
+All ranks know both placements, so that no rank has to tell another which rows it sends.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tritoncp.planning.placement import Placement
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Rows that one rank sends, keeps and receives. A row is an index into the buffer, int64 [1, n]; where
-    batch rows are placed differently, a batch row and that index, int64 [2, n].
+    """Rows that one rank sends, keeps and receives. A row is an index into the buffer, int64 [1, n]; if batch
+    rows are placed differently, a batch row and that index, int64 [2, n].
 
     sent:      rows of the source buffer for other ranks, by rank, then by batch row and position
     counts:    number of rows sent to each rank
@@ -56,8 +56,8 @@ def moves_between(source: Placement, target: Placement, rank: int) -> Moves:
 
 
 def _leaving_and_staying(placement: Placement, other: Placement, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the indices, see :class:`Moves`, of a rank's rows that another rank has in the other placement,
-    and of those that it has there itself, both by that rank, then by batch row and position."""
+    """Split a rank's rows into rows that another rank has in the other placement, and rows that it has
+    itself. Both are indices as in :class:`Moves`, sorted by that rank, then by batch row and position."""
     position, owners = placement.positions(rank), _owners(other)
     batch = max(len(position), len(owners))
     position = position.expand(batch, -1)
@@ -70,7 +70,7 @@ def _leaving_and_staying(placement: Placement, other: Placement, rank: int) -> t
 
 
 def _owners(placement: Placement) -> Tensor:
-    """Return the rank that holds each position, -1 where none does: int64 [Bp, length]."""
+    """Return the rank that has each position, -1 for padding: int64 [Bp, length]."""
     return placement.inverse.div(max(1, placement.s_max), rounding_mode="floor")
 
 

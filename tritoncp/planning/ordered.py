@@ -1,8 +1,8 @@
 """Steps whose sums do not depend on the number of ranks: all keys that a rank reads, in global order.
 
-The last bits of a row depend on its tiles of keys and their order. Here the pieces of a mask block on several
-ranks are joined, so that every tile begins at the same position for any number of ranks, and blocks listed as
-full are visited among the masked ones, by position.
+The last bits of a row depend on its tiles of keys and their order. Here the pieces of a mask block that are
+on several ranks are joined, so that every tile begins at the same position for any number of ranks. Full
+blocks and masked blocks are visited in one order, by position.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class OrderedStep:
     """A step of a rank over rows in global order.
 
     plan:         the step as a plan of one rank, which has exactly these rows
-    q_rows:       row of the rank's queries that each of the step's queries is: int64 [Bp, n]; NO_ROW where
-                  batch rows have fewer
-    kv_rows:      the same for the keys, in the buffer of all keys that the rank reads
+    q_rows:       for each query of the step, its row among the rank's queries: int64 [Bp, n]; NO_ROW if a
+                  batch row has fewer
+    kv_rows:      the same for keys, in the buffer of all keys that the rank reads
     """
 
     plan: Plan
@@ -49,7 +49,7 @@ class OrderedStep:
 
 
 def ordered_step(plan: Plan) -> OrderedStep:
-    """Return the step of a plan's rank over its shard and the rows that it fetches; made once."""
+    """Return the step of a plan's rank over its shard and the rows that it fetches. The plan keeps it."""
     key = "ordered", plan.rank, plan.heads, plan.first_row
     step: OrderedStep | None = plan.derived.parts.get(key)
     return plan.derived.parts.put(key, _make(plan)) if step is None else step
@@ -71,9 +71,9 @@ def _make(plan: Plan) -> OrderedStep:
 
 
 def join_slots(slots: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Join slots [Bp, n, 3] of adjacent positions of a block, as (row, position, tokens) of a buffer that has
-    their rows one after the other: int32 [Bp, m, 3]. Also return the row of each in the old buffer: int64
-    [Bp, rows], NO_ROW where a batch row has fewer.
+    """Join slots [Bp, n, 3] that have adjacent positions in one block into slots of a new buffer, in which
+    their rows are adjacent: int32 [Bp, m, 3]. Also return the old row of each new row: int64 [Bp, rows],
+    NO_ROW if a batch row has fewer.
 
     >>> slots = torch.tensor([[[9, 0, 3], [0, 3, 1], [1, 4, 4], [5, 9, 1], [6, 11, 1], [0, 0, 0]]])
     >>> [x.tolist() for x in join_slots(slots, 4)]

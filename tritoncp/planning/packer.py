@@ -1,8 +1,8 @@
-"""Packers: which sequences form which micro-batch on which replica, by numbers alone.
+"""Packers: which sequences form which micro-batch on which replica, computed from lengths alone.
 
-The rule is "longest first, to the micro-batch with the least work that has room". Sequences that no even
-packing can hide, as one that fills a micro-batch, get company: their step takes further long ones for its
-other replicas, which would wait otherwise.
+The rule is "longest first, to the micro-batch with the lowest work that has room". A sequence with more work
+than an even share, such as one that fills a micro-batch, makes the other replicas of its step wait: so this
+step takes other long sequences for them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class MicroBatch(NamedTuple):
 
 
 class Items(NamedTuple):
-    """What a packer moves as a whole, sequences or trees of segments, in the order in which they are placed:
-    a list of numbers for each fact."""
+    """The units that a packer places, sequences or trees of segments, in the order in which they are placed:
+    a list of numbers for each property."""
 
     tokens: list[int]
     work: list[float]
@@ -62,28 +62,41 @@ def pack_batches(
 ) -> list[MicroBatch]:
     """Form micro-batches of sequences, so that the work of replicas is even and no rank has too many tokens.
 
-    A micro-batch is packed into one row, ``document(lengths=...)``, and its plan gives all ranks even work. A
-    pure function of numbers: equal on every rank for equal arguments, 100,000 lengths in half a second.
-
-    lengths: tokens of each sequence, integers [n]. tokens_per_rank: the most tokens that a rank may hold of a
-    micro-batch; they are in whole blocks, so its multiple of ``BLOCK_SIZE`` below counts. ranks: number of
-    ranks that share a micro-batch. data_parallel: number of replicas, each with a micro-batch in every step.
-    window: (left, right), as of :func:`varlen_mask` with ``causal=True``; None: each token sees all before it
-    in its sequence. tree: segment that each entry of ``lengths`` continues, -1 where it is a root, as
-    ``parent`` of :func:`tree`: all segments of a root are in one micro-batch.
-    token_cost: work of a token outside of attention, in pairs of a query and a key that it sees; 0 evens
-    attention alone. For a dense decoder with hidden size h, about 6 h.
-
-    There are as many steps as the tokens need, seldom more. Micro-batches are sorted by step, then by
-    replica; steps by their first sequence, so that their order is as random as that of ``lengths``.
-
-    Raises ValueError for a sequence or tree that the ranks cannot hold, and for numbers out of range;
-    TypeError for arguments that are not numbers.
-
     >>> for batch in pack_batches([500, 100, 300, 200, 900], 512, ranks=2, data_parallel=2):
-    ...     print(*batch)
+    ...     print(*batch)           # step, replica, sequences, tokens, pairs
     0 0 [1, 4] 1000 410500
     0 1 [0, 2, 3] 1000 190500
+    >>> trees = pack_batches([2, 1, 2, 4], 4, ranks=1, BLOCK_SIZE=4, tree=[-1, 0, -1, -1])
+    >>> [batch.sequences for batch in trees]
+    [[0, 1], [2], [3]]
+
+    A micro-batch is packed into one row, ``document(lengths=...)``, and its plan gives all ranks even work.
+    The result depends on numbers only: it is equal on every rank for equal arguments. 100,000 lengths take
+    half a second.
+
+    There are as many steps as the tokens need, seldom more. Micro-batches are sorted by step, then by
+    replica; steps by their first sequence, so that their order is as random as the order of ``lengths``.
+
+    Args:
+        lengths: number of tokens of each sequence, integers [n].
+        tokens_per_rank: max number of tokens of a micro-batch that a rank may have. Ranks have whole blocks,
+            so it is rounded down to a multiple of ``BLOCK_SIZE``.
+        ranks: number of ranks that share a micro-batch.
+        data_parallel: number of replicas, each with a micro-batch in every step.
+        window: (left, right), as in :func:`varlen_mask` with ``causal=True``; None: each token sees all
+            tokens before it in its sequence.
+        tree: segment that each entry of ``lengths`` continues, -1 where it is a root, as ``parent`` of
+            :func:`tree`: all segments of a root are in one micro-batch.
+        token_cost: work of a token outside of attention, in pairs of a query and a key that it sees; 0 evens
+            attention alone. For a dense decoder with hidden size h it is about 6 h.
+        BLOCK_SIZE: tokens of a block of the mask.
+
+    Returns:
+        A list of micro-batches: (step, replica, sequences, tokens, pairs).
+
+    Raises:
+        ValueError: for a sequence or tree that the ranks cannot hold, and for numbers out of range.
+        TypeError: for arguments that are not numbers.
     """
     shape = _Shape.checked(tokens_per_rank, ranks, data_parallel, window, token_cost, BLOCK_SIZE)
     sizes = _as_lengths("pack_batches: lengths", lengths)
@@ -93,7 +106,7 @@ def pack_batches(
     while isinstance(filled := _fill(items, steps, shape), int):
         attempt += 1
         steps += max(-(-filled // shape.replicas), 2**attempt - 1)
-    return _in_order(items, filled, shape)
+    return _number_batches(items, filled, shape)
 
 
 def pack_stream(
@@ -107,21 +120,35 @@ def pack_stream(
     BLOCK_SIZE: int = 128,
     look_ahead: int = 8,
 ) -> Iterator[list[MicroBatch]]:
-    """Form micro-batches of a stream of sequences, as :func:`pack_batches`; yield those of one step after the
+    """Form micro-batches of a stream of sequences, like :func:`pack_batches`, and yield one step after the
     other.
-
-    lengths: tokens of each sequence, in the stream's order, which may never end. look_ahead: number of steps
-    that are packed together. Sequences are read until they fill so many steps; each is in one of these steps,
-    so that none is late by more. The last steps of a stream that ends may have fewer tokens.
-
-    ``islice(pack_stream(...), done, None)`` resumes after ``done`` steps.
 
     >>> steps = pack_stream(iter([600, 300, 100, 900, 500, 400]), 512, ranks=2, look_ahead=2)
     >>> [batch.sequences for step in steps for batch in step]
     [[0, 1, 2], [3], [4, 5]]
+
+    Sequences are read until they fill ``look_ahead`` steps; each sequence is in one of these steps, so that
+    none is delayed by more. The last steps of a stream that ends may have fewer tokens.
+    ``islice(pack_stream(...), done, None)`` resumes after ``done`` steps.
+
+    Args:
+        lengths: number of tokens of each sequence, in the stream's order, which may never end.
+        tokens_per_rank: see :func:`pack_batches`.
+        ranks: number of ranks that share a micro-batch.
+        data_parallel: number of replicas, each with a micro-batch in every step.
+        window: see :func:`pack_batches`.
+        token_cost: see :func:`pack_batches`.
+        BLOCK_SIZE: tokens of a block of the mask.
+        look_ahead: number of steps that are packed together.
+
+    Returns:
+        An iterator of steps, each a list of micro-batches.
+
+    Raises:
+        ValueError: as :func:`pack_batches`, when the sequence is read.
     """
     shape = _Shape.checked(tokens_per_rank, ranks, data_parallel, window, token_cost, BLOCK_SIZE)
-    together = _at_least_one("look_ahead", look_ahead)
+    together = _check_positive("look_ahead", look_ahead)
     return _packed_stream(iter(lengths), shape, together)
 
 
@@ -135,12 +162,12 @@ def _packed_stream(stream: Iterator[int], shape: _Shape, look_ahead: int) -> Ite
             length = next(stream, None)
             if ended := length is None:
                 break
-            pending.append(_at_least_one("pack_stream: a length", length))
+            pending.append(_check_positive("pack_stream: a length", length))
             _check_fits(f"sequence {first + len(pending) - 1}", pending[-1], shape)
             room -= pending[-1]
         if not pending:
             return
-        count = len(pending) - (not ended)  # the last one does not fit
+        count = len(pending) - (not ended)  # the last sequence does not fit
         while True:
             items = _items(_as_lengths("pack_stream: lengths", pending[:count]), shape, first=first)
             steps = min(look_ahead, _count_steps(items, shape)) if ended else look_ahead
@@ -151,7 +178,7 @@ def _packed_stream(stream: Iterator[int], shape: _Shape, look_ahead: int) -> Ite
             if not isinstance(filled, int):
                 break
             count -= max(1, count // 128)
-        batches = _in_order(items, filled, shape, step)
+        batches = _number_batches(items, filled, shape, step)
         yield from (batches[at : at + shape.replicas] for at in range(0, len(batches), shape.replicas))
         step, first = step + len(batches) // shape.replicas, first + count
         del pending[:count]
@@ -173,8 +200,8 @@ class _Shape(NamedTuple):
         cls, tokens_per_rank: Any, ranks: Any, data_parallel: Any, window: Any, token_cost: Any, block: Any
     ) -> _Shape:
         """Make a shape of the public functions' arguments."""
-        size = _at_least_one("BLOCK_SIZE", block)
-        tokens = _at_least_one("tokens_per_rank", tokens_per_rank)
+        size = _check_positive("BLOCK_SIZE", block)
+        tokens = _check_positive("tokens_per_rank", tokens_per_rank)
         if tokens < size:
             raise ValueError(
                 f"tokens_per_rank={tokens} is less than a block of {size} tokens, and ranks hold whole "
@@ -182,12 +209,12 @@ class _Shape(NamedTuple):
             )
         if not isinstance(token_cost, int | float) or not 0 <= token_cost < float("inf"):
             raise ValueError(f"token_cost={token_cost!r}: pass a number of pairs, at least 0")
-        room = _at_least_one("ranks", ranks) * (tokens // size) * size
+        room = _check_positive("ranks", ranks) * (tokens // size) * size
         left = UNBOUNDED if window is None else check_window(window)[0]
-        return cls(_at_least_one("data_parallel", data_parallel), room, left, token_cost)
+        return cls(_check_positive("data_parallel", data_parallel), room, left, token_cost)
 
 
-def _at_least_one(name: str, number: Any) -> int:
+def _check_positive(name: str, number: Any) -> int:
     count = as_int(name, number)
     if count < 1:
         raise ValueError(f"{name}={count}: pass at least 1")
@@ -210,7 +237,7 @@ def _as_lengths(name: str, lengths: Any) -> Tensor:
 
 
 def _items(lengths: Tensor, shape: _Shape, parents: Any = None, first: int = 0) -> Items:
-    """Return the sequences, or the trees, those of more tokens first, equal ones in their order. first:
+    """Return the sequences or trees by descending number of tokens; equal ones keep their order. first:
     number of the first sequence. Raises ValueError for one with more tokens than a micro-batch."""
     n = len(lengths)
     before, roots = torch.zeros_like(lengths), [*range(n)]
@@ -263,22 +290,22 @@ def _pairs_of_path(tokens: Tensor, left: int) -> Tensor:
 
 
 def _count_steps(items: Items, shape: _Shape) -> int:
-    """Return a number of steps below which the items cannot fit: by their tokens, and by those longer than
-    half a micro-batch, which share none."""
+    """Return a lower bound of the number of steps: by the sum of tokens, and by the number of items longer
+    than half a micro-batch, since no two of them share one."""
     full = -(-sum(items.tokens) // shape.room)
     long = sum(2 * tokens > shape.room for tokens in items.tokens)
     return -(-max(full, long, min(1, len(items.tokens))) // shape.replicas)
 
 
 def _fill(items: Items, steps: int, shape: _Shape) -> list[list[int]] | int:
-    """Place the items in the micro-batches of so many steps; return the items of each, or, if a micro-batch
-    for an item is missing, how many more the rest of the items would fill.
+    """Place the items in the micro-batches of ``steps`` steps. Return the items of each; if the items do not
+    fit, the number of further micro-batches that the remaining items would fill.
 
-    Each step has a target of work. An item goes to the micro-batch that is farthest below its step's target
-    and has room. A step begins when the item fits in none below the target: its target is that item's work,
-    or, once no item is above the mean of the rest, this mean, for all further steps.
+    Each step has a target of work. An item goes to the micro-batch with room that is farthest below its
+    step's target. If all are at their target, a new step begins, with the item's work as its target; when no
+    item is above the mean of the remaining work, this mean is the target of all further steps.
 
-    A micro-batch without room waits until items are short enough: each item makes one wait at most once.
+    A micro-batch without room waits until items are short enough.
     """
     batches: list[list[int]] = [[] for _ in range(steps * shape.replicas)]
     room = [shape.room] * len(batches)
@@ -308,7 +335,7 @@ def _fill(items: Items, steps: int, shape: _Shape) -> list[list[int]] | int:
 
 
 def _count_rows(lengths: Iterable[int], room: int) -> int:
-    """Count the rows of ``room`` tokens that lengths fill one after the other.
+    """Count the rows of ``room`` tokens that lengths fill if each row is filled before the next.
 
     >>> _count_rows([5, 5, 4, 3], 10)
     2
@@ -321,11 +348,11 @@ def _count_rows(lengths: Iterable[int], room: int) -> int:
     return rows
 
 
-def _in_order(
+def _number_batches(
     items: Items, batches: Sequence[Sequence[int]], shape: _Shape, first: int = 0
 ) -> list[MicroBatch]:
-    """Number steps, from ``first`` on, and replicas: micro-batches of similar work in one step, the one with
-    the most work on the replica that has had the least."""
+    """Number steps, from ``first`` on, and replicas: a step has micro-batches of similar work, and the one
+    with the highest work goes to the replica with the lowest work so far."""
     work = [sum(map(items.work.__getitem__, batch)) for batch in batches]
     order = sorted(range(len(batches)), key=lambda at: (-work[at], not batches[at]))
     groups = [order[at : at + shape.replicas] for at in range(0, len(order), shape.replicas)]

@@ -1,4 +1,5 @@
-"""Chunks of a plan: placements of one chunk of each rank's rows, and the chunks of keys that each needs."""
+"""Chunks of a plan: placements of one chunk of each rank's rows, and the chunks of keys that its queries
+see."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from tritoncp.planning.step_tables import slot_runs
 
 
 def chunk_size(rows: int, count: int, name: str) -> int:
-    """Return the rows of each of ``count`` chunks but the last, which has the rest. Raises ValueError if
-    nothing is left for it.
+    """Return the number of rows of a chunk; the last of ``count`` chunks has the rest. Raises
+    ValueError if the last one would be empty.
 
     >>> chunk_size(62, 4, "62 rows")  # 16, 16, 16 and 14
     16
@@ -27,7 +28,7 @@ def chunk_size(rows: int, count: int, name: str) -> int:
 
 
 def chunk_range(rows: int, index: int, count: int, name: str) -> range:
-    """Return the rows of one of ``count`` chunks; errors are those of :func:`chunk_size`.
+    """Return the rows of one of ``count`` chunks. Raises the errors of :func:`chunk_size`.
 
     >>> chunk_range(62, 3, 4, "62 rows")
     range(48, 62)
@@ -42,7 +43,7 @@ def chunk_rows(placement: Placement, index: int, count: int, side: str) -> list[
 
 
 def rows_of_placement(placement: Placement, rows: list[range]) -> Placement:
-    """Return the placement of a range of each rank's rows, whose first is row 0 of the chunk's buffer.
+    """Return the placement of a range of each rank's rows; the first row of the range becomes row 0.
 
     >>> from tritoncp.planning.placement import natural
     >>> part = rows_of_placement(natural([8], 4), [range(2, 6)])
@@ -83,8 +84,8 @@ def check_keys(needs: Tensor, index: int, keys: int) -> None:
 
 def needed_chunks(mask: Mask, q: Placement, kv: Placement, count: int, first_row: int = 0) -> Tensor:
     """Return which of ``count`` chunks of keys the queries of each chunk see, on any rank: bool [count,
-    count]. Blocks that the end of a chunk cuts are evaluated. Where a mask lists its blocks once for batch
-    rows or heads that may differ, cut blocks count as visible. first_row: b of the mask's first batch row.
+    count]. Blocks cut by the end of a chunk are evaluated; if a mask has one list of blocks for batch rows or
+    heads that may differ, cut blocks count as visible. first_row: b of the mask's first batch row.
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> make_plan(create_block_mask(causal(), 1, 1, 512, 512)).needs(2).tolist()
@@ -135,7 +136,7 @@ def _sees_any_key(mask: Mask, pairs: Tensor, q_slots: Tensor, kv_slots: Tensor, 
 
 
 def _inside(slots: Tensor, block: int) -> Tensor:
-    """Return which rows of its block each slot [n, 3] holds: bool [n, block]."""
+    """Return which rows of its block each slot [n, 3] covers: bool [n, block]."""
     first = (slots[:, 1] % block)[:, None]
     at = torch.arange(block)
     return (at >= first) & (at < first + slots[:, 2:])

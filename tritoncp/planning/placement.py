@@ -1,4 +1,4 @@
-"""Placements of tokens on ranks, and gathers of tensors from global order to shards and back.
+"""Placements of tokens on ranks, and gathers of rows of tensors from global order to shards and back.
 
 A placement is a list of slots per rank: ``(first row in the rank's buffer, global position of that row,
 tokens)``, sorted by position.  Permutation, inverse and validity follow from the slots.
@@ -26,10 +26,10 @@ from tritoncp.masks.block_runs import content, ramps
 class Placement:
     """Placement of the tokens of a sequence on ranks.
 
-    slots:   one int32 [Bp, n, 3] tensor per rank; Bp is 1, or B where batch rows are placed differently.
-             A slot lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot.
+    slots:   one int32 [Bp, n, 3] tensor per rank; Bp is 1, or B if batch rows are placed differently. A slot
+             lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot.
     lengths: rows of each rank's buffer. Tokens come first, padding last.
-    order_is_read: whether the order of tokens was read, to shard a tensor or for their positions
+    order_is_read: whether a tensor was sharded in this order, or its positions were read
 
     >>> p = by_blocks(10, 4, [[[0, 2], [1]]])
     >>> p.slots[0].tolist(), p.lengths
@@ -55,12 +55,12 @@ class Placement:
 
     @property
     def s_max(self) -> int:
-        """Rows of the largest buffer, which is the size of every rank's message in a collective."""
+        """Max number of rows of a buffer, which is the size of every rank's message in a collective."""
         return max(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots, and of two kinds of positions and the inverse, which are computed on demand."""
+        """Bytes of the slots, and of the positions and the inverse if they are computed."""
         return sum(slots.nbytes for slots in self.slots) + 3 * 8 * self.length * self.slots[0].shape[0]
 
     @on_host
@@ -86,7 +86,8 @@ class Placement:
 
     @computed_once
     def is_filled(self, rank: int) -> bool:
-        """Return whether a rank's buffer has no padding, so that writing all tokens initialises every row."""
+        """Return whether a rank's buffer has no padding, so that a write of all tokens initialises every
+        row."""
         return bool((self.slots[rank][..., 2].sum(1) == self.lengths[rank]).all())
 
     @cached_property
@@ -131,14 +132,15 @@ class Placement:
         return torch.cat(self.slots, 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle all slots as one tensor, since torch passes each tensor to another process through a file of
-        its own; one that this keeps, since a process that is spawned opens the file after the pickling."""
+        """Pickle all slots as one tensor, since torch passes each tensor to another process through a
+        separate file. The placement keeps that tensor, since a spawned process opens the file later."""
         counts = [part.shape[1] for part in self.slots]
         parts = self.length, self.block, self._joined, counts, self.lengths
-        return _unpickle, parts, {"order_is_read": True}  # the process that made it may have read the order
+        return _unpickle, parts, {"order_is_read": True}  # another process may have read the order
 
     def batch_rows(self, first: int, count: int) -> "Placement":
-        """Return the placement of ``count`` batch rows from ``first`` on; all share one if ``batch`` is 1."""
+        """Return the placement of ``count`` batch rows from ``first`` on; the placement itself if they all
+        share it."""
         if self.batch == 1:
             return self
         return self.part(tuple(part[first : first + count].contiguous() for part in self.slots), self.lengths)
@@ -150,7 +152,7 @@ class Placement:
         return part
 
     def merged(self, degree: int) -> "Placement":
-        """Merge ``degree`` neighbouring ranks into one, whose buffer is their buffers one after the other."""
+        """Merge ``degree`` neighbouring ranks into one rank with their buffers one after the other."""
         firsts = range(0, self.world_size, degree)
         slots = tuple(self.gathered(range(first, first + degree)) for first in firsts)
         return Placement(self.length, self.block, slots, (degree * self.s_max,) * len(slots))
@@ -165,7 +167,7 @@ def _unpickle(
 def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]) -> Placement:
     """Place whole blocks: ``owners[batch row][rank]`` lists the rank's blocks, ascending.
 
-    Every buffer has as many rows as the fullest rank has tokens; the rest is padding.
+    Every buffer has the max number of tokens of a rank as its rows; the rest is padding.
     """
     world_size = len(owners[0])
     slots = []
@@ -181,7 +183,7 @@ def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]
 
 
 def natural(lengths: Sequence[int], block: int) -> Placement:
-    """Place contiguous pieces of any lengths in natural order: rank r has the r-th. Slots are cut at mask
+    """Place contiguous pieces of any lengths in natural order, piece r on rank r. Slots are cut at mask
     blocks.
 
     >>> natural([3, 5], 4).slots[1].tolist()
@@ -193,13 +195,13 @@ def natural(lengths: Sequence[int], block: int) -> Placement:
 
 
 def joined(one: Placement, other: Placement, block: int) -> Placement:
-    """Place two sequences, the second behind the first, each rank's part of one behind that of the other.
-    block: of the whole sequence
+    """Place two sequences as one, the second after the first: each rank has its part of the first, then its
+    part of the second. block: block size of the whole sequence
 
     >>> joined(natural([1, 2], 3), natural([2, 0], 2), 4).positions(0).tolist()
     [[0, 3, 4]]
     """
-    held = [int(slots[..., 2].sum(1).max()) for slots in one.slots]  # all batch rows hold as many
+    held = [int(slots[..., 2].sum(1).max()) for slots in one.slots]  # equal for all batch rows
     rows = torch.tensor(held)
     slots = []
     for rank, pair in enumerate(zip(one.slots, other.slots)):
@@ -223,7 +225,7 @@ def pieces(total: int, world_size: int) -> list[int]:
 @lru_cache(maxsize=64)
 @on_host
 def in_order(length: int, world_size: int) -> Placement:
-    """Place even pieces in order, of one block.
+    """Place even pieces in order; the sequence is one mask block.
 
     >>> in_order(5, 2).positions(1).tolist()
     [[3, 4]]
@@ -233,7 +235,7 @@ def in_order(length: int, world_size: int) -> Placement:
 
 def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Placement:
     """Cut the slots so that none covers a position where ``tokens`` [length] is False: its row becomes
-    padding of the shard, never read. close_up: rows move together, padding last.
+    padding of the shard and is never read. close_up: move the remaining rows together, padding last.
 
     >>> p = natural([4, 4], 4)
     >>> some = torch.tensor([1, 0, 1, 1, 1, 1, 1, 0]).bool()
@@ -263,7 +265,8 @@ def recut(placement: Placement, block: int) -> Placement:
 
 
 def _cut_slots(placement: Placement, first: Tensor, last: Tensor, close_up: bool) -> tuple[Tensor, ...]:
-    """Cut the slots of every rank to the ranges [first, last) of positions. close_up: rows move together."""
+    """Cut the slots of every rank to the ranges [first, last) of positions. close_up: move the rows
+    together."""
     tables = ([_pieces(table, first, last, close_up) for table in slots] for slots in placement.slots)
     return tuple(pad_sequence(rows, batch_first=True).int() for rows in tables)
 
@@ -282,8 +285,8 @@ def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tenso
 
 
 def sort_by_position(slots: Tensor) -> Tensor:
-    """Sort the slots [Bp, n, 3 or more columns] of each batch row by global position; empty slots are dropped
-    or, where batch rows have more or fewer slots, last."""
+    """Sort the slots [Bp, n, 3 or more columns] of each batch row by global position. Empty slots are
+    dropped, or come last if batch rows have different numbers of slots."""
     key = torch.where(slots[..., 2] > 0, slots[..., 1].to(torch.int64), torch.iinfo(torch.int64).max)
     order = key.argsort(dim=1, stable=True)
     keep = int((slots[..., 2] > 0).sum(1).max())
@@ -303,8 +306,8 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
     """Gather rows ``index`` [Bp, n] of ``x`` along ``dim``; ``pad`` where the index is negative.
     Differentiable: the backward pass scatters the gradient of each row to its place, with zeros elsewhere.
 
-    Where Bp > 1, ``batch_dim`` is the dimension of ``x`` for rows of the index; a tensor without one
-    (``batch_dim=None``) gets a new leading batch dimension.
+    If Bp > 1, ``batch_dim`` is the dimension of ``x`` that goes with the rows of the index; a tensor without
+    one (``batch_dim=None``) gets a new leading batch dimension.
     """
     if x.dtype not in MOVABLE:
         return take(as_movable(x), index, dim, batch_dim, as_word(pad, x.dtype)).view(x.dtype)
@@ -333,7 +336,7 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
     return rows.masked_fill(padding, pad)
 
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes by size in bytes
 MOVABLE = frozenset(  # dtypes for which torch has all operations that move rows
     {
         *WORDS.values(), torch.int8, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -343,8 +346,8 @@ MOVABLE = frozenset(  # dtypes for which torch has all operations that move rows
 
 
 def as_movable(x: Tensor) -> Tensor:
-    """View a tensor of another dtype, as float8 and uint16, as integers of the same size; any other tensor is
-    returned as it is. The view has no gradient.
+    """View a tensor of a dtype that torch cannot gather, such as float8 and uint16, as integers of the same
+    size, without a gradient; return any other tensor as it is.
 
     >>> as_movable(torch.ones(2, dtype=torch.float8_e5m2))
     tensor([60, 60], dtype=torch.uint8)
@@ -361,7 +364,7 @@ def as_movable(x: Tensor) -> Tensor:
 
 @constant_result
 def as_word(value: float | int | bool, dtype: torch.dtype) -> float | int | bool:
-    """Return the number that :func:`as_movable` makes of a value of this dtype."""
+    """Return the integer as which :func:`as_movable` views a value of this dtype."""
     if dtype in MOVABLE or not value:
         return value
     word: int = torch.full((), value, dtype=dtype, device="cpu").view(WORDS[dtype.itemsize]).item()  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """The plan of a rank: which rank holds which block, the schedule, and the tables of each step.
 
 A plan is made before the first byte is sent. It is frozen, derived from the mask alone, and equal on every
-rank but for the rank's own number; it refers to no process group.
+rank except for the rank's number; it refers to no process group.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class Plan(BlockMaskInterface):
     balancer: name of the balancer ("natural" for contiguous pieces in order)
     schedule: name of the schedule that brings K and V to the queries
     reason:   why the schedule was chosen
-    degree:   number of ranks that exchange heads under "ulysses"; 0 = as many as there are heads for
+    degree:   number of ranks that exchange heads under "ulysses"; 0 = as many as the heads allow
     heads:    number of query heads of the layer, if a call has only part of them; else 0
-    mask_digest: of the mask's code and values, if ranks may have to compare it
-    first_row: row 0 of this plan in the batch, see :meth:`batch_rows`
-    whole:    identity of the plan of which this is a part, if ranks compare it
+    mask_digest: digest of the mask's code and values, if ranks may have to compare it
+    first_row: index in the batch of this plan's batch row 0, see :meth:`batch_rows`
+    whole:    identity of the whole plan if this is a part of it, for ranks to compare
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
-    derived:  what follows from the mask and the placements
+    derived:  tables that follow from the mask and the placements
     """
 
     mask: Mask
@@ -105,7 +105,7 @@ class Plan(BlockMaskInterface):
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether a pass is one step without messages: no rank reads keys of another, and ranks do not
+        """Whether attention is one step without messages: no rank reads keys of another, and ranks do not
         exchange heads."""
         return self.world_size == 1 or (
             not self.schedule.startswith("ulysses") and self.derived.reads_only_own_keys
@@ -132,7 +132,22 @@ class Plan(BlockMaskInterface):
         return self.positions >= 0
 
     def for_rank(self, rank: int) -> Plan:
-        """Return the plan of another rank."""
+        """Return the plan of another rank.
+
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512), world_size=2, rank=0)
+        >>> plan.rank, plan.for_rank(1).rank
+        (0, 1)
+
+        Args:
+            rank: a rank of the plan's world.
+
+        Returns:
+            A Plan with the same placement and schedule.
+
+        Raises:
+            ValueError: for a rank outside of the world.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
         if rank == self.rank:
@@ -150,13 +165,13 @@ class Plan(BlockMaskInterface):
 
     @property
     def digest(self) -> bytes:
-        """Digest of the blocks and their owners: equal for equal plans, on every rank."""
+        """Digest of the blocks and their owners. Equal plans have equal digests on all ranks."""
         return self.derived.digest(self.schedule, self.first_row)
 
     @property
     def identity(self) -> Any:
-        """Hashable key of the plan's contents: equal for equal plans, on every rank, and for no other
-        plans."""
+        """Hashable key of the plan's contents. Two plans have one key, on any ranks, only if they are
+        equal."""
         if self.whole is not None:
             return self.whole
         if self.balancer == "natural" and self.mask_digest:  # mask and lengths determine the plan
@@ -166,14 +181,14 @@ class Plan(BlockMaskInterface):
     @cached_property
     @on_host
     def owners(self) -> Tensor:
-        """Rank that holds (the first token of) each query block, -1 for padding: int64 [Bp, blocks]."""
+        """Rank that has (the first token of) each query block, -1 for padding: int64 [Bp, blocks]."""
         return self.q.owners()
 
     @cached_property
     @on_host
     def work(self) -> list[float]:
         """Visible blocks of each rank's queries, summed over the mask's batch rows and heads. A masked block
-        counts ``work.MASKED_BLOCK_COST``; a slot of part of a block counts for that part."""
+        counts ``work.MASKED_BLOCK_COST``; a part of a block counts as a fraction."""
         cost = block_costs(self.mask.runs)  # [Bm, rows]
         totals = []
         for slots in self.q.slots:
@@ -186,13 +201,13 @@ class Plan(BlockMaskInterface):
 
     @property
     def imbalance(self) -> float:
-        """Largest work of a rank over the mean: 1.0 is perfect."""
+        """Max work of a rank over the mean: 1.0 is perfect."""
         mean = sum(self.work) / self.world_size
         return max(self.work) / mean if mean else 1.0
 
     def degree_for(self, heads: int) -> int:
-        """Return the number of ranks that exchange heads under "ulysses": the plan's ``degree``, or the
-        largest that divides the world and does not exceed ``heads``."""
+        """Return the number of ranks that exchange heads under "ulysses": the plan's ``degree``, or the max
+        number up to ``heads`` that divides the world."""
         if self.degree > heads:
             raise ValueError(
                 f"query has {heads} heads, which the plan exchanges among {self.degree} ranks; make the "
@@ -202,8 +217,8 @@ class Plan(BlockMaskInterface):
         return self.degree or max(d for d in range(1, min(world, heads) + 1) if world % d == 0)
 
     def rows(self, degree: int, heads: int) -> Plan:
-        """Return the plan between rows of the mesh: ``degree`` neighbouring ranks as one rank each, for a
-        layer of ``heads`` query heads."""
+        """Return the plan between rows of the mesh, in which ``degree`` neighbouring ranks count as one, for
+        a layer of ``heads`` query heads."""
 
         def merge() -> Plan:
             q, kv = self.q.merged(degree), self.kv.merged(degree)
@@ -247,8 +262,8 @@ class Plan(BlockMaskInterface):
     # -- parts of a plan ------------------------------------------------------------------------------
 
     def __getitem__(self, index: int | slice) -> Plan:
-        """Return the plan of one batch row or of adjacent ones, as :meth:`batch_rows`. Raises IndexError for
-        other indices: heads and rows are selected of a mask, before its plan is made."""
+        """Return the plan of one batch row or of adjacent ones, like :meth:`batch_rows`. Raises IndexError
+        for other indices: select heads and rows of the mask, before its plan is made."""
         rows = selected_numbers(index, (self.batch, 1, 1))[0] or tuple(range(self.batch))
         if isinstance(index, tuple) or rows != tuple(range(rows[0], rows[-1] + 1)):
             raise IndexError(
@@ -258,17 +273,27 @@ class Plan(BlockMaskInterface):
         return self.batch_rows(rows[0], len(rows))
 
     def part(self, index: int, count: int, *, keys: int | None = None) -> Plan:
-        """Return the plan of the queries of one of ``count`` chunks of the rows of every rank's shard, at
-        their places. Chunks have ``ceil(rows / count)`` rows, the last one the rest. Chunks of the batch have
-        the plans of their rows, :meth:`batch_rows`.
-
-        keys: the keys and values are those of the first ``keys`` chunks; None: of all
+        """Return the plan for one of ``count`` chunks of the rows of every rank's shard.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512))
         >>> part = plan.part(1, 4, keys=2)
         >>> part.positions[0, :2].tolist(), part.q.lengths, part.kv.lengths
         ([128, 129], (128,), (256,))
+
+        Queries of other chunks are left out. Chunks have ``ceil(rows / count)`` rows, the last one the rest.
+        For chunks of the batch, see :meth:`batch_rows`.
+
+        Args:
+            index: number of the chunk.
+            count: number of chunks.
+            keys: use the keys and values of the first ``keys`` chunks only; None: of all chunks.
+
+        Returns:
+            A Plan for tensors of these rows.
+
+        Raises:
+            ValueError: for numbers out of range, and if a query sees keys after the first ``keys`` chunks.
         """
         check_part(index, count, keys)
         return self._part_once((index, count, keys), lambda: self._part_of_rows(index, count, keys))
@@ -285,19 +310,40 @@ class Plan(BlockMaskInterface):
 
     @on_host
     def needs(self, count: int) -> Tensor:
-        """Return which chunks of keys the queries of each of ``count`` chunks see, on any rank: bool [count,
-        count], see :func:`tritoncp.planning.parts.needed_chunks`."""
+        """Return which chunks of keys the queries of each chunk see, on any rank.
+
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> make_plan(create_block_mask(causal(), 1, 1, 512, 512)).needs(2).tolist()
+        [[True, False], [True, True]]
+
+        Args:
+            count: number of chunks of each rank's rows.
+
+        Returns:
+            bool [count, count]: [query chunk, key chunk].
+        """
         return self.derived.needed_chunks(count, self.first_row)
 
     def batch_rows(self, first: int, count: int) -> Plan:
-        """Return the plan of ``count`` rows of the batch from ``first`` on, for tensors that hold only these:
-        their row i is row ``first + i`` to mask_mod and score_mod.
+        """Return the plan of some batch rows, for tensors of these rows only.
 
         >>> from tritoncp import create_block_mask, make_plan
         >>> ends = torch.tensor([100, 200, 300])
         >>> mask = create_block_mask(lambda b, h, q, kv: kv < ends[b], 3, 1, 384, 384)
         >>> make_plan(mask).batch_rows(1, 2).mask.B
         2
+
+        mask_mod and score_mod get b = ``first + i`` for batch row i of the tensors.
+
+        Args:
+            first: first batch row.
+            count: number of batch rows.
+
+        Returns:
+            A Plan.
+
+        Raises:
+            ValueError: for batch rows that the plan does not have.
         """
         if first < 0 or count < 1 or first + count > self.batch > 1:
             raise ValueError(
@@ -307,8 +353,8 @@ class Plan(BlockMaskInterface):
         return self._part_once((first, count), lambda: self._rows_of_batch(first, count))
 
     def of_heads(self, first: int, count: int) -> Plan:
-        """Return the plan of ``count`` query heads from ``first`` on, for tensors that hold only these: their
-        head i is head ``first + i`` to the mask."""
+        """Return the plan of ``count`` query heads from ``first`` on, for tensors of these heads only: the
+        mask gets h = ``first + i`` for head i of the tensors."""
         key = "heads", first, count
 
         def make() -> Any:
@@ -318,7 +364,7 @@ class Plan(BlockMaskInterface):
         return self._part_once(key, make)
 
     def of_sdpa(self, is_causal: bool) -> Plan:
-        """Return the plan of the same placement with the mask of scaled_dot_product_attention: causal, or
+        """Return the plan with the same placement and scaled_dot_product_attention's mask: causal, or
         full."""
         mask = self.mask
         if is_causal and mask.window == (-1, 0):
@@ -340,7 +386,7 @@ class Plan(BlockMaskInterface):
         return self._part_once(("sdpa", is_causal), make)
 
     def _part_once(self, key: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
-        """Return the plan of a part, made once for each rank."""
+        """Return the plan of a part. It is made once for each rank."""
         key = *key, self.rank, self.schedule, self.first_row
         part: Plan | None = self.derived.parts.get(key)
         if part is None:
@@ -351,15 +397,15 @@ class Plan(BlockMaskInterface):
         return part
 
     def _with_mask(self, mask: Mask, change: tuple[Any, ...]) -> Plan:
-        """Return the plan of another mask on the same placement. change: key of the change, equal on all
-        ranks."""
+        """Return the plan of another mask on the same placement. change: key that identifies the other mask,
+        equal on all ranks."""
         whole = (self.identity, *change) if self.world_size > 1 else None
         return replace(self, mask=mask, whole=whole, handle=None).pinned()
 
     def _rows_of_batch(self, first: int, count: int) -> Plan:
         mask = self.mask.listed_rows(first, count)
         q, kv = (side.batch_rows(first, count) for side in (self.q, self.kv))
-        whole = self.identity if self.world_size > 1 else None  # comparing it has compared its batch rows
+        whole = self.identity if self.world_size > 1 else None  # ranks compare the whole plan
         first += self.first_row
         own = DerivedTables(mask, q, kv)
         part = replace(self, mask=mask, q=q, kv=kv, first_row=first, whole=whole, handle=None, derived=own)
@@ -420,56 +466,90 @@ class Plan(BlockMaskInterface):
     # -- costs, text and picture ----------------------------------------------------------------------
 
     def bytes_sent(self, *, kv_heads: int, head_dim: int, backward: bool = True, **shape: int) -> int:
-        """Count the bytes that this rank sends in one layer: K and V forward, K and V again plus float32
-        dK/dV backward. Under "ulysses" also queries, outputs and their gradients.
+        """Count the bytes that this rank sends in one layer.
 
-        shape: as for :meth:`explain`, but heads are ``kv_heads`` and v_head_dim ``head_dim`` if not passed;
-        a latent is sent in place of K and V
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> mask = create_block_mask(causal(), 1, 1, 65536, 65536)
+        >>> plan = make_plan(mask, world_size=4, rank=0, schedule="ring")
+        >>> plan.bytes_sent(kv_heads=8, head_dim=128, backward=False) >> 20     # MiB
+        192
+
+        They are K and V in the forward pass, and K and V again plus float32 dK/dV in the backward pass. Under
+        "ulysses" they include queries, outputs and their gradients; a latent is sent in place of K and V.
+
+        Args:
+            kv_heads: number of KV heads.
+            head_dim: head dim of queries and keys.
+            backward: whether the backward pass is counted too.
+            shape: further sizes as for :meth:`explain`; by default heads is ``kv_heads`` and v_head_dim is
+                ``head_dim``.
+
+        Returns:
+            Number of bytes.
         """
         sizes = {"heads": kv_heads, "v_head_dim": head_dim, **shape, "kv_heads": kv_heads}
         return _reports().count_bytes_sent(self, backward, sizes | {"head_dim": head_dim})
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:
-        """Format the costs of each schedule for this placement as a table, and the reason of the plan's order
-        and schedule.
-
-        shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer; see
-        :class:`tritoncp.planning.layer.Shape` for the defaults, but batch is the plan's.
+        """Format the costs of each schedule for this placement as a table.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
         >>> print(plan.explain(heads=16, kv_heads=16).splitlines()[-1])  # doctest: +ELLIPSIS
         order ptrr, schedule ... (predicted ms a layer on H100/H200, NVLink: ...)
+
+        Args:
+            hardware: rates of the GPU and the interconnect, a
+                :class:`tritoncp.planning.hardware.Hardware`; None: assumed from the number of ranks.
+            shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer. Defaults are in
+                :class:`tritoncp.planning.layer.Shape`; batch is the plan's by default.
+
+        Returns:
+            The table, and the reason of the plan's order and schedule.
         """
         return _reports().explain(self, hardware, shape)
 
     @on_host
     def metrics(self, hardware: Hardware | None = None, **shape: int) -> dict[str, float]:
-        """Predict evenness, bytes sent, memory and time of a layer: a flat dict of numbers. The
-        page "Logs, traces and figures" has their meanings.
-
-        shape: as for :meth:`explain`. "Does it fit?" is ``backward_peak_bytes`` plus what the model's other
-        layers keep, at least their ``shard_bytes``. To log it, with Weights & Biases or with TensorBoard::
-
-            wandb.log({f"plan/{name}": value for name, value in plan.metrics().items()})
-            for name, value in plan.metrics().items(): writer.add_scalar(f"plan/{name}", value, step)
+        """Predict evenness, bytes sent, memory and time of a layer.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> mask = create_block_mask(causal(), 1, 1, 65536, 65536)
         >>> metrics = make_plan(mask, world_size=4, rank=0, schedule="ring").metrics(heads=16, kv_heads=16)
         >>> metrics["forward_extra_bytes"] >> 20, metrics["backward_peak_bytes"] >> 20
         (386, 1474)
+
+        "Does it fit?" is ``backward_peak_bytes`` plus what the model's other layers keep, at least their
+        ``shard_bytes``. The page "Logs, traces and figures" explains all numbers. To log them with Weights &
+        Biases or with TensorBoard::
+
+            wandb.log({f"plan/{name}": value for name, value in plan.metrics().items()})
+            for name, value in plan.metrics().items(): writer.add_scalar(f"plan/{name}", value, step)
+
+        Args:
+            hardware: as for :meth:`explain`.
+            shape: as for :meth:`explain`.
+
+        Returns:
+            A flat dict of numbers.
         """
         return _reports().metrics(self, hardware, shape)
 
     @on_host
     def plot(self, path: str | Path | None = None, hardware: Hardware | None = None, **shape: int) -> Figure:
-        """Draw the plan: the mask in its owners' colours, the work of each rank, the keys that ranks read of
-        each other, and the cost of a layer under each schedule. Needs Matplotlib: pip install matplotlib.
+        """Draw the plan. Needs Matplotlib: pip install matplotlib.
 
-        path: a file to save the picture to, in a format of Matplotlib (.png, .svg, .pdf). shape: as for
-        :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
+        The picture shows the mask in the colours of its ranks, the work of each rank, the keys that ranks
+        read from each other, and the cost of a layer under each schedule.
+
+        Args:
+            path: file to save the picture to, in a format of Matplotlib (.png, .svg, .pdf); None: no file.
+            hardware: as for :meth:`explain`.
+            shape: as for :meth:`explain`.
+
+        Returns:
+            A Matplotlib figure, which a notebook shows.
         """
         return _reports().plot(self, path, hardware, shape)
 
@@ -491,7 +571,7 @@ block=(128, 128), sparsity=37.50%, rows see intervals))
 
     def __getstate__(self) -> dict:
         if self.world_size > 1:
-            self.digest  # noqa: B018 - computed once, for the process that reads the copy too
+            self.digest  # noqa: B018 - computed once, also for the process that reads the copy
         state = {name: value for name, value in vars(self).items() if name in fields_of(self)}
         return state | {"handle": None}
 

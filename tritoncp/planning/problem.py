@@ -1,7 +1,7 @@
 """One attention problem as data, and the registries of masks and model shapes.
 
-The benchmark, the autotuner, compilation for absent GPUs, the tables of docs and the self-check use these
-masks. A name in ``MASKS`` never changes meaning: histories are compared by name.
+Benchmarks, the autotuner, compilation for absent GPUs, tables in docs and the self-check use these masks. A
+name in ``MASKS`` never changes its meaning, since histories are compared by name.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import Mod
 from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
 from tritoncp.masks.expressions import mask_of, score_of
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskFn, and_masks
 from tritoncp.masks.prefix_tree import tree
+from tritoncp.mods.tracing import Mod
 
 
 @dataclass(frozen=True)
 class Problem:
     """One attention problem: q [batch, heads, rows, dim], k [batch, kv_heads, seq, dim], v [.., seq, v_dim].
 
-    mask:     a key of MASKS, or an expression, as tritoncp/masks/expressions.py reads it
-    queries:  the number of query rows, 0 for as many as keys
-    score:    a score_mod, as tritoncp/masks/expressions.py reads it; "": that of the mask, if it has one
-    world:    ranks that share the sequence; more than one: by ``schedule``
-    together: all ranks run in lockstep on one device
+    mask:     a key of MASKS, or an expression of tritoncp/masks/expressions.py
+    queries:  number of query rows; 0 = number of keys
+    score:    a score_mod as in tritoncp/masks/expressions.py; "" = the score_mod of the mask's name, if any
+    world:    number of ranks that share the sequence, by ``schedule``
+    together: run all ranks in lockstep on one device
     """
 
     mask: str
@@ -75,7 +75,7 @@ class Problem:
 
     @property
     def width(self) -> str:
-        """The head dims as text: one number if both are equal."""
+        """Head dims as text; one number if both are equal."""
         return "x".join(map(str, dict.fromkeys((self.dim, self.v_dim))))
 
     @property
@@ -97,13 +97,13 @@ class Problem:
         return getattr(torch, self.dtype)
 
     def closed_form(self, device: torch.device | str = "cpu") -> MaskFn | None:
-        """Return the mask_mod of the mask, in closed form if it has one, its tensors on a device; None for
-        the full mask."""
+        """Return the mask_mod, a closed form if there is one, with its tensors on a device; None for the full
+        mask."""
         with torch.device(device):
             return MASKS[self.mask](self.seq) if self.mask in MASKS else mask_of(self.mask)
 
     def block_mask(self, device: str = "cpu", block: int = 128) -> Mask:
-        """Classify the mask for its query rows and keys, in blocks of this size; the Mask is on the CPU."""
+        """Return the Mask for the problem's query rows and keys, in blocks of this size, on the CPU."""
         closed = self.closed_form()
         if closed is None:
             return full_mask(self.rows, self.seq, block=block)
@@ -130,8 +130,8 @@ def document_lengths(seq: int) -> list[int]:
 
 
 def corpus_lengths(seq: int) -> list[int]:
-    """Draw the lengths of a packed corpus: log-normal lengths, median 1400 tokens, one in a hundred above
-    18000; none longer than a quarter of the sequence.
+    """Draw the lengths of a packed corpus: log-normal, median 1400 tokens, one in a hundred above 18000, at
+    most a quarter of the sequence.
 
     >>> len(corpus_lengths(65536)), max(corpus_lengths(65536)), sum(corpus_lengths(65536))
     (34, 12883, 65536)
@@ -173,7 +173,7 @@ def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q - kv) % 3 == 0
 
 
-# The mask_mod of each name for a length, in closed form where it has one; None for the full mask.
+# The mask_mod of each name for a length, a closed form if there is one; None for the full mask.
 MASKS: dict[str, Callable[[int], MaskFn | None]] = {
     "causal": lambda seq: causal(),
     "full": lambda seq: None,
@@ -182,7 +182,7 @@ MASKS: dict[str, Callable[[int], MaskFn | None]] = {
     "prefix": lambda seq: prefix_lm(seq // 4),
     "softcap": lambda seq: causal(),
     "alibi": lambda seq: causal(),
-    # gpt-oss: sinks in every layer, a window of 128 in every other one
+    # gpt-oss: sinks in every layer, a window of 128 in every second layer
     "sinks": lambda seq: causal(),
     "window128-sinks": lambda seq: sliding_window(127),
     # Plans
@@ -199,14 +199,14 @@ MASKS: dict[str, Callable[[int], MaskFn | None]] = {
     "few-documents": _few_documents,
     "dilated": lambda seq: _dilated,
 }
-# The masks that tile shapes are measured with: the kind of mask that their tiles serve, by name.
+# The masks with which tile shapes are measured, and the kind of mask that uses the result.
 MEASURED_KINDS = {"causal": "causal", "full": "full", "document": "interval", "window": "window"}
-SCORES = ("softcap", "alibi")  # masks that go with the score_mod of their name
-SINKS = ("sinks", "window128-sinks")  # whose heads have a learned logit that takes probability
+SCORES = ("softcap", "alibi")  # masks that have a score_mod of the same name
+SINKS = ("sinks", "window128-sinks")  # masks whose heads have a learned logit that takes probability
 
 # Sizes of an attention layer, by model.
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama-3 8B": {},  # with Qwen3 8B and Mistral 7B the defaults of Problem: 32 query and 8 key heads of 128
+    "Llama-3 8B": {},  # and Qwen3 8B, Mistral 7B: 32 query heads and 8 key heads of 128
     "Llama-3 70B": {"heads": 64, "kv_heads": 8},
     "Qwen2.5 7B": {"heads": 28, "kv_heads": 4},
     "Qwen3 30B-A3B": {"heads": 32, "kv_heads": 4},

@@ -1,7 +1,7 @@
-"""Shifts of rows within documents: the row that each row of a shifted tensor comes from, and the rows that
-each rank sends for it.
+"""Shifts of rows within documents: where each row of a shifted tensor comes from, and the rows that ranks
+send.
 
-Every rank knows the placement and the documents, so that no rank has to tell another which rows it sends.
+All ranks know the placement and the documents, so that no rank has to tell another which rows it sends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tritoncp.planning.placement import Placement
 
 @dataclass(frozen=True, eq=False)
 class ShiftMoves:
-    """Rows that one rank keeps, sends and receives for a shift. A row is an index into the buffer, int64
-    [1, n]; where batch rows differ, a batch row and that index, int64 [2, n].
+    """Rows that one rank keeps, sends and receives for a shift. A row is an index into the buffer, int64 [1,
+    n]; if batch rows differ, a batch row and that index, int64 [2, n].
 
     kept:     rows whose values stay on the rank; ``kept_at``: the rows that get them
-    sent:     rows for other ranks, by rank, then by batch row and position; each once for a rank
+    sent:     rows for other ranks, by rank, then by batch row and position; no row twice for one rank
     counts:   number of rows sent to each rank
     sources:  number of rows received from each rank
     arrivals: received row, int64 [n], that each of the rows ``arrivals_at`` gets
@@ -44,8 +44,8 @@ class ShiftMoves:
 class Shift:
     """A shift of the rows of a sequence.
 
-    placement: of the tensor and of the result
-    source:    position whose row each position gets, -1 for none: int64 [B or 1, length]
+    placement: placement of the tensor and of the result
+    source:    for each position, the position of the row that it gets, -1 for none: int64 [B or 1, length]
     """
 
     placement: Placement
@@ -64,21 +64,21 @@ class Shift:
     @cached_property
     @on_host
     def is_injective(self) -> bool:
-        """Whether no two positions get the same row, so that a gradient has one summand."""
+        """Whether all positions get different rows, so that the gradient of a row has one summand."""
         rows = [row[row >= 0] for row in self.source]
         return all(len(row.unique()) == len(row) for row in rows)
 
     @cached_property
     @on_host
     def is_local(self) -> bool:
-        """Whether every rank has all rows that it needs."""
+        """Whether every rank already has the rows that it needs."""
         at, owner, _ = self._moved
         return bool((at == owner).all())
 
     @cached_property
     def _moved(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The rank of each position that gets a row, int64 [n], the rank that has this row, and both places:
-        batch row, row of the result, row of the tensor, position in the tensor, int64 [4, n]."""
+        """For each position that gets a row: its rank, int64 [n]; the rank that has the row, int64 [n]; and
+        (batch row, row of the result, row of the tensor, position in the tensor), int64 [4, n]."""
         batch = self.batch
         place = self.placement.inverse.expand(batch, -1)
         source = self.source.expand(batch, -1)
@@ -107,7 +107,7 @@ class Shift:
             torch.bincount(keys.div(size, rounding_mode="floor"), minlength=world_size).tolist()
             for keys in (sent, arrived)
         )
-        start = 0 if self.batch > 1 else 1  # without batch rows, the row alone
+        start = 0 if self.batch > 1 else 1  # only the row if there are no batch rows
         return ShiftMoves(
             index[[0, 2]][start:, stays],
             index[[0, 1]][start:, stays],
@@ -120,7 +120,7 @@ class Shift:
 
 
 def shifted_documents(within: Tensor, shift: int) -> Tensor:
-    """Return the source of each position, as of :class:`Shift`, for a shift within contiguous documents.
+    """Return the source of each position, as in :class:`Shift`, for a shift within contiguous documents.
 
     within: position of each token in its document, int64 [B, N]
 
@@ -139,9 +139,9 @@ def shifted_documents(within: Tensor, shift: int) -> Tensor:
 
 
 def shifted_tree(depth: Tensor, shift: int) -> Tensor:
-    """Return the source of each position, as of :class:`Shift`, for a shift along the paths of a prefix tree
-    in depth-first order. Raises ValueError for a negative shift where a token has several descendants so many
-    tokens later.
+    """Return the source of each position, as in :class:`Shift`, for a shift along the paths of a prefix tree
+    in depth-first order. Raises ValueError for a negative shift if a token has several descendants at that
+    distance.
 
     depth: number of tokens before each token on its path, int64 [B, N]
 
@@ -169,7 +169,8 @@ def shifted_tree(depth: Tensor, shift: int) -> Tensor:
 def token_ancestors(depth: Tensor, distance: int) -> Tensor:
     """Return the token ``distance`` before each token on its path, -1 for none: int64 [N].
 
-    depth: [N], tokens in depth-first order, so that it is the last token of its depth before the token
+    depth: number of tokens before each token on its path, [N], in depth-first order: a token's ancestor at
+        some depth is the last earlier token of that depth
 
     >>> token_ancestors(torch.tensor([0, 1, 2, 2, 3, 0]), 1).tolist()
     [-1, 0, 1, 1, 3, -1]

@@ -20,8 +20,9 @@ class ForwardStep(NamedTuple):
     """The arguments of one forward step: attention of queries [B, Hq, S, D] to the keys [B, Hkv, rows, D] and
     values [B, Hkv, rows, E] of a buffer, into out [B, Hq, S, E], lse and max_scores [B, Hq, S].
 
-    state: (acc [B, Hq, S, E], m, l [B, Hq, S]) between the steps of a row, m in log2 units: the step
-           continues it with ``load_state``, and with ``store_state`` writes it in place of results
+    state: (acc [B, Hq, S, E], m, l [B, Hq, S]) between the steps of a row, m in log2 units. With
+           ``load_state`` the step continues from it; with ``store_state`` the step writes it instead of
+           results
     """
 
     q: Tensor
@@ -57,11 +58,11 @@ class PreparedStep(Protocol):
 
 
 class StepEngine(Protocol):
-    """An engine computes the steps of one attention call on one device. It is bound to the scale, the mods
-    and their captures, and to the batch row and the head of the layer at which its tensors begin.
+    """An engine computes the steps of one attention call on one device. It has the call's scale, mods and
+    captures, and the batch row and head of the layer at which its tensors begin.
 
-    Sums are float32, float64 for float64 tensors. Padding, the rows that no slot covers, is neither read nor
-    written.
+    Sums are float32, or float64 for float64 tensors. Padding, that is rows outside of all slots, is neither
+    read nor written.
     """
 
     @property
@@ -70,14 +71,15 @@ class StepEngine(Protocol):
 
     @property
     def v_head_dim(self) -> int | None:
-        """Head dim of out if a step's keys are latents, which the engine expands; None: that of values."""
+        """Head dim of out if a step's keys are latents, which the engine expands; None: the head dim of
+        values."""
 
     def forward(self, step: ForwardStep, /) -> PreparedStep:
         """Prepare a forward step."""
 
     def dq(self, step: BackwardStep, dq: Tensor, /, *, add: bool = False) -> PreparedStep:
-        """Prepare to write the gradient of queries to dq [B, Hq, S, D], or with ``add`` to add it; dq has q's
-        dtype or lse's, for a fused engine lse's."""
+        """Prepare to write the gradient of queries to dq [B, Hq, S, D], or to add it with ``add``. dq has q's
+        dtype or lse's; a fused engine needs lse's."""
 
     def dkdv(
         self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, /, *, add: bool = False, split: int = 1
@@ -86,7 +88,7 @@ class StepEngine(Protocol):
         of k's dtype or lse's, or with ``add`` to add them. A fused engine adds dQ to dq. The gradients of
         captures are added to the engine's buffers, by dq or by a fused dkdv.
 
-        split: of :meth:`split`; if it is more than 1, dk and dv have ``Hkv * split`` heads of partial sums
+        split: result of :meth:`split`; if it is > 1, dk and dv have ``Hkv * split`` heads of partial sums
         """
 
     def split(self, q: Tensor, k: Tensor, tables: Tables, /) -> int:
@@ -108,17 +110,46 @@ class Tables:
     """The tables of one step: local Q slots x the slots of one KV buffer.
 
     q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens)
-    row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ)
+    row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ), as ptr and runs of :class:`Runs`
     col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
-    row_order, col_order: int32 [Bm, slots], Q slots and KV slots by falling work, the order in which CTAs
+    row_order, col_order: int32 [Bm, slots], Q slots and KV slots by descending work, the order in which CTAs
                        start; None with a window
     lo, hi:            int32 [Bm, Hm, S_local], the interval of keys of a row inside masked blocks, or None
-    mask:              "none" | "interval" | "mod": how masked blocks are decided
-    window:            (left, right) if positions alone determine runs and intervals: kernels read no table;
-                       a side without a limit is None
+    q_block, kv_block: max tokens of a slot
+    q_rows, kv_rows:   rows of the buffer of queries, and of the KV buffer
+    q_first, kv_first: global position of row 0
     dense_q, dense_kv: row r of the buffer is position first + r, and slots but the last are whole blocks
-    q_ends, kv_ends:   ends of slots: "block" (all hold whole blocks), else "buffer" (or end with the
-                       buffer's tokens), else "anywhere"
+    q_ends, kv_ends:   ends of slots: "block" (all hold whole blocks), else "buffer" (or end with the buffer's
+                       tokens), else "anywhere"
+    mask:              "none" | "interval" | "mod": how masked blocks are decided
+    window:            (left, right) if positions alone determine runs and intervals: kernels read no table; a
+                       side without a limit is None
+    has_masked:        whether there are masked blocks
+    bounded:           whether there are blocks of Kind.BOUNDED
+
+    Documents of 5 and 7 tokens in three blocks of 4: rank 1 has the queries of blocks 1 and 2, and its step
+    reads the gathered buffer, where rank 0's shard (block 0 and padding) comes first.
+
+    >>> from tritoncp import causal, create_block_mask, document, make_plan
+    >>> mask = create_block_mask(causal() & document(lengths=[5, 7]), 1, 1, 12, 12, BLOCK_SIZE=4)
+    >>> plan = make_plan(mask, world_size=2, rank=1, balancer="head_tail")
+    >>> t = plan.tables("cpu", batch=1, heads=1)
+    >>> t.q_slots.tolist(), t.kv_slots.tolist()
+    ([[[0, 4, 4], [4, 8, 4]]], [[[0, 0, 4], [8, 4, 4], [12, 8, 4]]])
+    >>> t.row_ptr.tolist(), t.row_runs.tolist()     # Q slot 0 sees KV slots 0 and 1, Q slot 1 sees 1 and 2
+    ([[[[0, 1, 1], [1, 2, 2]]]], [[0, 2, 0], [1, 3, 0]])
+    >>> t.col_ptr.tolist(), t.col_runs.tolist()     # KV slot 1 is seen by Q slots 0 and 1
+    ([[[[0, 1, 1], [1, 2, 2], [2, 3, 3]]]], [[0, 1, 0], [0, 2, 0], [1, 2, 0]])
+    >>> t.row_order.tolist(), t.col_order.tolist()
+    ([[0, 1]], [[1, 0, 2]])
+    >>> t.lo.tolist(), t.hi.tolist()                # query 4 is the last of its document and sees keys 0 to 4
+    ([[[0, 5, 5, 5, 5, 5, 5, 5]]], [[[5, 6, 7, 8, 9, 10, 11, 12]]])
+    >>> t.q_block, t.kv_block, t.q_rows, t.kv_rows, t.q_first, t.kv_first
+    (4, 4, 8, 12, 4, 0)
+    >>> t.dense_q, t.dense_kv, t.q_ends, t.kv_ends  # padding lies between the KV slots
+    (True, False, 'block', 'block')
+    >>> t.mask, t.window, t.has_masked, t.bounded
+    ('interval', None, True, False)
     """
 
     q_slots: Tensor
@@ -164,15 +195,15 @@ def tables_of(
 ) -> Tables:
     """Make the tables of a step between Q slots, whose rows have ``positions``, and the slots of a KV buffer.
 
-    runs: of :func:`slot_runs`; interval: row intervals of the whole mask, None if they do not hold for the
-    call.
+    runs: result of :func:`slot_runs`; interval: row intervals of the whole mask, None if they are not valid
+        for the call.
     """
     lo, hi = _local_intervals(interval, positions)
     decided = "none" if not runs.has_kind(Kind.MASKED) else "interval" if lo is not None else "mod"
     dense_q = _is_dense(q_slots, mask.q_block)
     dense_kv = _is_dense(kv_slots, mask.kv_block)
     q_rows, kv_rows = (int(slots[0, :, 2].sum()) for slots in (q_slots, kv_slots))
-    # With one query and one key all positions are constants, on which ptxas 12.8 and 12.9 crash (sm_90).
+    # With one query and one key all positions are constants, which crash ptxas 12.8 and 12.9 (sm_90).
     positional = _is_contiguous(q_slots) and _is_contiguous(kv_slots) and (q_rows > 1 or kv_rows > 1)
     window = mask.window if positional else None
     rows, cols = runs.by_rows, transpose(runs).by_rows
@@ -207,8 +238,8 @@ def tables_of(
 def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
     """Return the mask's runs in units of slots: rows are Q slots, columns KV slots.
 
-    A block listed as full stays full only where both slots are whole blocks, so that full runs need no
-    bounds. The same KV slot order must serve every batch row of the mask.
+    A full block stays full only if both slots are whole blocks, so that full runs need no bounds checks. One
+    order of KV slots has to serve every batch row of the mask.
     """
     q_blocks = torch.where(q_slots[..., 2] > 0, q_slots[..., 1] // mask.q_block, -1).to(torch.int64)
     kv_blocks = (kv_slots[..., 1] // mask.kv_block).to(torch.int64)
@@ -225,7 +256,8 @@ def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
 
 
 def _falling_work(runs: Runs) -> Tensor:
-    """Return the rows of each batch row by falling number of listed blocks of all heads: int32 [Bm, rows]."""
+    """Return the rows of each batch row by descending number of listed blocks of all heads: int32 [Bm,
+    rows]."""
     masked, full = runs.counts()
     work = (masked + full).sum(1)
     return work.argsort(dim=1, descending=True, stable=True).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Traffic between ranks: rows of keys that ranks read of each other, steps of a ring, rows of a fetch.
+"""Traffic between ranks: rows of keys that ranks read from each other, steps of a ring, rows of a fetch.
 
 The tables follow from the mask and the two placements, so every rank derives the same ones.
 """
@@ -17,7 +17,7 @@ from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.placement import Placement, sort_by_position
 
-HEAD_GROUPS = 2  # one is gathered while the other is computed; more groups would have smaller messages
+HEAD_GROUPS = 2  # one group is gathered while the other is computed; more groups would have smaller messages
 SMALL = 1 << 20  # bytes of a rank's K and V below which the latency of a second message exceeds its overlap
 
 
@@ -53,16 +53,27 @@ def _requested_slots(visible: Tensor, slots: Tensor, block: int) -> Tensor:
 class Hop(NamedTuple):
     """Messages of one rank in one step of the ring; peers are ranks, None = no message.
 
-    owner:     rank whose K and V reach this rank in this step, if it needs them
-    holds:     whether they do: K and V are sent only as far as the last rank that reads them
-    reads:     whether this rank's queries see any of them
+    owner:     rank whose K and V this step is about
+    holds:     whether they reach this rank: K and V are sent only as far as the last rank that reads them
+    reads:     whether this rank's queries see any of these keys
     more:      whether this rank's queries see K and V of a later step
     next:      rank to which K and V are sent, for the next step
     previous:  rank that sends the K and V of the next step
-    dkv_to:    rank to which the gradient of this step's K and V is sent: the next reader, or at last the
+    dkv_to:    rank to which the gradient of this step's K and V is sent: the next reader, or in the end the
                owner
     dkv_next:  rank that sends the gradient of the next step's K and V
     dkv_home:  rank that sends the gradient of this rank's shard of K and V in this step
+
+    Three ranks with contiguous pieces of a causal mask: rank 1 reads its keys and rank 0's.
+
+    >>> reads = torch.ones(3, 3, dtype=torch.bool).tril()
+    >>> hops = ring(reads, 1, ring_route(reads))
+    >>> [(hop.owner, hop.holds, hop.reads, hop.more) for hop in hops]
+    [(1, True, True, True), (0, True, True, False), (2, False, False, False)]
+    >>> [(hop.next, hop.previous) for hop in hops]      # rank 2 gets both keys, rank 0 sends its keys
+    [(2, 0), (2, None), (None, None)]
+    >>> [(hop.dkv_to, hop.dkv_next, hop.dkv_home) for hop in hops]      # rank 2 returns rank 1's gradient
+    [(None, None, None), (2, None, 2), (None, None, None)]
     """
 
     owner: int
@@ -134,8 +145,8 @@ def _reach(reads: Tensor, step: int) -> Tensor:
 
 
 def head_groups(kv_heads: int, nbytes: int) -> list[int]:
-    """Split the KV heads into groups that are gathered together: sizes of at most HEAD_GROUPS groups, of one
-    if all heads of a rank have fewer than SMALL bytes.
+    """Split the KV heads into groups that are gathered together: sizes of up to HEAD_GROUPS groups, or of one
+    group if all heads of a rank have fewer than SMALL bytes.
 
     >>> head_groups(3, SMALL), head_groups(1, SMALL)
     ([2, 1], [1])
@@ -168,12 +179,23 @@ def share(kv_parts: Sequence[range]) -> bool:
 class Fetch:
     """Rows of keys that one rank sends and receives in one all-to-all.
 
-    batched: whether batch rows fetch different rows: rows are numbered over [B, S_local]; if not, over
+    batched: whether batch rows fetch different rows. If so, rows are numbered over [B, S_local]; else over
              [S_local], each for all batch rows
     rows:    local rows to send, receiver after receiver: int64 [sum(sends)]
     sends:   number of rows to each rank
-    takes:   number of rows from each rank, in rank order
+    takes:   number of rows received from each rank, in rank order
     slots:   the slots of the received buffer: int32 [Bn, n, 3], sorted by global position
+
+    Three blocks of 4 tokens: rank 1 has blocks 1 and 2, and sees the keys of block 0, which rank 0 has.
+
+    >>> from tritoncp import causal, create_block_mask, make_plan
+    >>> mask = create_block_mask(causal(), 1, 1, 12, 12, BLOCK_SIZE=4)
+    >>> plan = make_plan(mask, world_size=2, rank=0, balancer="head_tail", schedule="fetch")
+    >>> sender, receiver = plan.fetch, plan.for_rank(1).fetch
+    >>> sender.batched, sender.rows.tolist(), sender.sends, sender.takes
+    (False, [0, 1, 2, 3], (0, 4), (0, 0))
+    >>> receiver.sends, receiver.takes, receiver.slots.tolist()
+    ((0, 0), (4, 0), [[[0, 0, 4]]])
     """
 
     batched: bool
@@ -184,8 +206,7 @@ class Fetch:
 
 
 def fetch(visible: Tensor, kv: Placement, rank: int) -> Fetch:
-    """List the rows that ``rank`` sends and receives where each rank fetches the remote slots that it
-    sees."""
+    """List the rows that ``rank`` sends and receives if each rank fetches the remote slots that it sees."""
     own_slots = kv.slots[rank]
     requested = _requested_slots(visible, own_slots, kv.block)  # [W, Bn, n]
     requested[rank] = False
@@ -205,8 +226,8 @@ def fetch(visible: Tensor, kv: Placement, rank: int) -> Fetch:
 
 
 def held_slots(own: Tensor, fetch: Fetch, length: int) -> Tensor:
-    """Return the slots of the buffer that holds a rank's ``length`` rows, of batch row after batch row if
-    they differ in what they fetch, then the fetched rows: int32 [Bn, n, 3], sorted by global position."""
+    """Return the slots of a buffer of a rank's ``length`` rows (batch row after batch row if
+    ``fetch.batched``), followed by the fetched rows: int32 [Bn, n, 3], sorted by global position."""
     shift = torch.tensor([length, 0, 0], dtype=torch.int32)
     rows = torch.arange(len(fetch.slots), dtype=torch.int32)[:, None, None]
     own = own + rows * shift  # one batch row unless ``fetch.batched``
@@ -222,8 +243,8 @@ def _rows(requested: Tensor, slots: Tensor, length: int) -> Tensor:
 
 
 def _received_slots(slots: Tensor, tokens: Tensor, owner: Tensor) -> Tensor:
-    """Return the slots in the received buffer, which holds ``tokens`` [Bn, n] of each slot, owner after owner
-    and, of each owner, batch row after batch row: int32 [Bn, n, 3]."""
+    """Return the slots in the received buffer, which has ``tokens`` [Bn, n] of each slot, by owner, then by
+    batch row: int32 [Bn, n, 3]."""
     batch = torch.arange(len(tokens))[:, None]
     order = (owner * len(tokens) + batch).flatten().argsort(stable=True)
     arrivals = tokens.flatten()[order]

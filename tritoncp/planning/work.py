@@ -23,10 +23,10 @@ of a block's time are instructions beside the products. torch's load balancer co
 class Work:
     """The input of a balancer: the query blocks of one batch row.
 
-    costs:      work of each block [blocks], summed over heads and masks
+    costs:      work of each block, summed over heads and masks: [blocks]
     world_size: ranks to assign them to
     runs:       the key blocks that the query blocks see: Runs [1, H, blocks, columns of keys] for each mask
-    together:   whether the keys of block i are on the rank of its queries. Where there are more or fewer keys
+    together:   whether the keys of block i are on the rank of its queries. If there are more or fewer keys
                 than queries, keys are assigned separately, and columns are blocks of the other side
 
     >>> Work(torch.ones(4), 2).sees
@@ -57,16 +57,16 @@ class Work:
 
     @cached_property
     def readers(self) -> Tensor:
-        """The blocks that see each column, the masks side by side: int64 [n, 3] rows (column, first block,
-        end)."""
+        """The blocks that see each column, with the columns of all masks side by side: int64 [n, 3] rows
+        (column, first block, end)."""
         tables = [transpose(runs).table() for runs in self.visible] or [torch.zeros(0, 3, dtype=torch.int64)]
         shift = torch.tensor([self.columns, 0, 0])
         return torch.cat([table + i * shift for i, table in enumerate(tables)])
 
     @cached_property
     def listed(self) -> Tensor:
-        """Listed blocks of each block, masked or full, summed over heads and masks as ``costs`` [blocks];
-        ``costs`` if there are no runs."""
+        """Number of masked and full blocks in the row of each block, summed over heads and masks like
+        ``costs``: [blocks]; ``costs`` if there are no runs."""
         if not self.runs:
             return self.costs
         parts = [torch.stack(runs.counts()).sum(0)[0].double() for runs in self.runs]  # [H, blocks] each
@@ -84,9 +84,9 @@ Balancer = Callable[[Work], Sequence[Sequence[int]]]
 
 def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> list[Work]:
     """Return the input of a balancer for each batch row: query blocks, or key blocks with side="kv". A block
-    that the sequence's end cuts counts for its part, as in ``Plan.work``.
+    cut by the end of the sequence counts as a fraction, as in ``Plan.work``.
 
-    masks: of one size; the work of several is summed, each counted as one layer, however many heads it has.
+    masks: masks of one size; their work is summed, and each counts as one layer, however many heads it has.
 
     >>> from tritoncp.masks import full_mask
     >>> work_of_rows([full_mask(40, 40, block=16)], 2)[0].costs.tolist()
@@ -133,9 +133,9 @@ def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Runs:
 
 
 def document_starts(work: Work, shared: Tensor | None = None) -> list[int]:
-    """Return the first block of each document. At a boundary between blocks, no block sees keys of earlier
-    blocks; if a document ends inside a block, the next block is a start, although it sees that block. For
-    several masks, return the boundaries that all have. Without blocks, return [0].
+    """Return the first block of each document: it and later blocks see no keys of earlier blocks. If a
+    document ends inside a block, the next block counts as a start, although it sees that block. For several
+    masks, return the boundaries that all have. Without blocks, return [0].
 
     shared: bool [blocks], blocks whose keys are not counted
     """

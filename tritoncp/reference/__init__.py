@@ -1,4 +1,4 @@
-"""Reference attention in plain torch, usually in float64: the oracle of the tests and of `tritoncp check`.
+"""Reference attention in plain torch, usually in float64, for tests and `tritoncp check`.
 
 May import: masks, core.
 """

@@ -1,4 +1,4 @@
-"""The oracle: slow, simple attention, and the errors that fast paths may have against it."""
+"""The reference: slow, simple attention, and the errors that fast implementations may have against it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import vmapped
 from tritoncp.masks.mask import Mask
+from tritoncp.mods.tracing import vmapped
 
 
 class Dense(NamedTuple):
@@ -48,10 +48,13 @@ def dense_attention(
     """Compute attention in plain differentiable torch, in the inputs' dtype. O(Q * KV) memory.
 
     q: [B, Hq, Q, D]; k: [B or 1, Hkv, KV, D]; v: [B or 1, Hkv, KV, Dv]; Hq a multiple of Hkv.
-    mask: a Mask (block lists first), or bool, broadcast to [B, Hq, Q, KV]; None = all queries see all keys.
-    score_mod: (score, b, h, q_idx, kv_idx) -> score, called on visible pairs only; captured
-    tensors get gradients. sinks: [Hq], logits of one more key for each head, whose value is zero. A row that
-    sees nothing: out 0, lse -inf (the sink), gradients 0. max_scores has no gradient.
+    mask: a Mask (its block lists win over the mask_mod), or bool, broadcast to [B, Hq, Q, KV]; None = all
+        queries see all keys.
+    score_mod: (score, b, h, q_idx, kv_idx) -> score, called on visible pairs only; captured tensors get
+        gradients.
+    sinks: [Hq], logits of one more key for each head, whose value is zero.
+
+    A row that sees nothing has out 0, lse -inf (or the sink) and gradients 0. max_scores has no gradient.
 
     >>> x = torch.ones(1, 1, 2, 4, dtype=torch.float64)
     >>> out, lse, _ = dense_attention(x, x, x, torch.tensor([[True, False], [False, False]]))
@@ -87,7 +90,7 @@ def eager_attention(
 ) -> Training:
     """Compute both passes with the rounding of torch's eager flex attention: scores and softmax in float32;
     P, dS, out and the sums over a group's heads in the inputs' dtype; delta from the rounded out. Sinks
-    rescale that output, as users of flex attention apply them.
+    rescale the output, which is how users of flex attention apply them.
 
     dout, dlse: gradients of out and lse, from which the backward pass starts
     captured:   leaves that ``score_mod`` reads and that require gradients
@@ -122,7 +125,7 @@ def eager_attention(
 
 
 def largest_error(result: Tensor, exact: Tensor) -> float:
-    """Return the largest absolute error; infinite if a result is NaN or has the wrong shape.
+    """Return the max absolute error; infinite if a result is NaN or has the wrong shape.
 
     >>> largest_error(torch.tensor([1.0, -math.inf]), torch.tensor([1.5, -math.inf]))
     0.5
@@ -140,8 +143,8 @@ def largest_error(result: Tensor, exact: Tensor) -> float:
 
 
 def allowed_error(eager: Tensor, exact: Tensor) -> float:
-    """The allowed error of a result in the dtype of ``eager``: twice the error of ``eager``, which torch's
-    eager attention computed, plus two units in the last place of the largest value.
+    """Return the allowed error of a result in the dtype of ``eager``: twice the error of ``eager``, the
+    result of torch's eager attention, plus two units in the last place of the max value.
 
     >>> allowed_error(torch.tensor([1.0]), torch.tensor([1.0])) == 2 * torch.finfo(torch.float32).eps
     True

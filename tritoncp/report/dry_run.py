@@ -32,20 +32,20 @@ DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class Peak(NamedTuple):
-    """Bytes that a pass allocates at most, less those of its results."""
+    """Max bytes that a pass allocates, without its results."""
 
     forward: int
     backward: int
 
 
 def largest_peak(plan: Plan, shape: Shape) -> Peak:
-    """Measure the most memory that a rank allocates under the plan's schedule, in each pass."""
+    """Measure the max memory of a rank under the plan's schedule, in each pass."""
     peaks = [measure(plan.for_rank(rank), shape) for rank in ranks_to_measure(plan, shape)]
     return Peak(*map(max, zip(*peaks, strict=True)))
 
 
 def measure(plan: Plan, shape: Shape, watch: Callable[[Collective], object] = id) -> Peak:
-    """Measure the most memory that this rank allocates.
+    """Measure the max memory that this rank allocates.
 
     watch: called with each collective. Under a latent, each step has the expanded keys and values of its
     buffer, and backward their gradients, wide and rounded, but no temporaries of the expanding function.

@@ -52,7 +52,7 @@ LIGHT = {
 class MemoryMeter(TorchDispatchMode):
     """Dispatch mode that counts the bytes of the memory of meta tensors that is allocated in it.
 
-    live: bytes that are alive; peak: the most that were
+    live: bytes that are alive; peak: their max
 
     >>> with MemoryMeter() as meter:
     ...     x = torch.empty(1000, dtype=torch.uint8, device="meta")

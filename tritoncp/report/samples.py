@@ -18,11 +18,11 @@ MAX_KINDS = 16  # of ranks, by their lengths and heads
 
 
 def ranks_to_measure(plan: Plan, shape: Shape) -> list[int]:
-    """Choose ranks among which is one that allocates the most in a forward pass, and one in a backward pass.
+    """Choose ranks that include the one with the max memory in a forward pass, and in a backward pass.
 
     What a rank allocates follows from its lengths, from its heads, and from the rows that it sends and
-    receives. At any moment the buffers that are alive are one of the sums of :class:`Loads`, so that of the
-    ranks with equal lengths and heads those are taken that have the largest of each sum. Where lengths or
+    receives. At any moment the buffers that are alive are one of the sums of :class:`Loads`, so that for
+    each sum the rank with the max is taken, among ranks with equal lengths and heads. Where lengths or
     heads differ in more than 16 ways, as where each rank has another length, 16 of these are taken.
     """
     loads = loads_of(plan, shape)

@@ -1,5 +1,5 @@
-"""The cases of the self-check, their problems with exact results and allowed errors, and running a case on
-the ranks of a world: each rank's shards are compared with the exact results."""
+"""The cases of the self-check: problems with exact results and allowed errors. A case runs on the ranks of a
+world, and each rank's shards are compared with the exact results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
+from tritoncp.call import engine_factory
 from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.masks.mask import Mask
-from tritoncp.ops import engine_factory
 from tritoncp.planning import SCHEDULES
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem
@@ -40,15 +40,15 @@ MASKS = {
     "sinks": "causal",
 }
 LEARNED = ("bias", "sinks")  # replicated tensors: the sum of their gradients over ranks is compared
-PERIOD = 61  # length of the score_mod's table; with a long one, the largest error varies little between draws
-DRAWS = 4  # random inputs per problem: the largest error of eager attention varies much between small tensors
+PERIOD = 61  # length of the score_mod's table; in a long table, the max error varies little between draws
+DRAWS = 4  # random inputs per problem, since the max error of eager attention varies between small tensors
 TEXT = 1 << 13  # bytes that each process sends after a case
-Errors = dict[tuple[int | None, str], float]  # by rank (None: the sum over ranks) and tensor
+Errors = dict[tuple[int | None, str], float]  # errors by rank (None: of the sum over ranks) and tensor
 
 
 @dataclass
 class CheckRequest:
-    """The command's options, and the time when the check began.
+    """The options of the command, and the time when the check began.
 
     world_size: ranks of a simulated world
     jobs:       worker processes, None for one per core
@@ -95,10 +95,10 @@ class CheckCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a case: the tensor with the largest ratio of error to allowed error.
+    """The result of a case, for the tensor with the max ratio of error to allowed error.
 
     tensor, error, allowed: None for a case that did not complete
-    rank:  the rank that holds that shard of the tensor; None for a sum over ranks, or without an error
+    rank:  the rank whose shard has this error; None for a sum over ranks, or without an error
     ranks: all ranks with a wrong shard
     why:   the reason if there is no error
     trace: the traceback of a case that raised, with TRITONCP_DEBUG=1
@@ -129,9 +129,9 @@ class Result:
 
 
 def choose_sizes(device: torch.device) -> Problem:
-    """Choose problem sizes for a device, with a length that is not a multiple of the block size. On a GPU
-    shards have a multiple of 16 tokens, since other lengths need more kernels; interpreted, the length is the
-    smallest with several blocks."""
+    """Choose problem sizes for a device. The length is not a multiple of the block size. On a GPU shards have
+    a multiple of 16 tokens, since other lengths need more kernels; for interpreted kernels the length is the
+    min with several blocks."""
     sizes = (1424, 8, 2) if device.type == "cuda" else (100, 2, 1, 16, 16)
     return Problem("causal", *sizes)
 
@@ -149,8 +149,8 @@ def has_pairs(world_size: int) -> bool:
 
 
 def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[CheckCase]:
-    """List the cases for a world size that match ``only``: first every schedule in every dtype with one mask;
-    cases that share kernels are adjacent. Raises ValueError if there is none."""
+    """List the cases for a world size that match ``only``. Every schedule in every dtype with one mask comes
+    first, and cases that share kernels are adjacent. Raises ValueError if no case matches."""
     fitting = [ONE_DEVICE]
     if world_size > 1:
         fitting += [name for name in SCHEDULES if name != BOTH or has_pairs(world_size)]
@@ -169,7 +169,7 @@ class CheckProblem:
 
     leaves:  q, k, v, and the score_mod's captured bias [H, PERIOD], or sinks [H]
     starts:  gradients of out and lse
-    exact:   float64 results: "out", "lse" and the gradients of leaves, as "dq"
+    exact:   float64 results: "out", "lse" and the gradients of leaves, such as "dq"
     allowed: allowed error of each result
     """
 
@@ -187,9 +187,9 @@ def make_score_mod(bias: Tensor | None) -> Callable[..., Tensor] | None:
     return lambda score, b, h, q_idx, kv_idx: score + bias[h, (q_idx - kv_idx) % PERIOD]
 
 
-@lru_cache(1)  # adjacent cases have one problem
+@lru_cache(1)  # adjacent cases share a problem
 def make_problem(mask: str, dtype: str, device: torch.device) -> CheckProblem:
-    """Draw the problem of a mask and a dtype; its allowed errors are maxima over DRAWS random inputs."""
+    """Draw the problem of a mask and a dtype. Allowed errors are the max over DRAWS random inputs."""
     sizes = replace(choose_sizes(device), mask=MASKS[mask], dtype=dtype)
     problem, *redraws = (draw_problem(mask, sizes, device, seed) for seed in range(DRAWS))
     allowed = {key: max(draw.allowed[key] for draw in (problem, *redraws)) for key in problem.exact}
@@ -230,7 +230,7 @@ def draw_problem(name: str, sizes: Problem, device: torch.device, seed: int) -> 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that this process runs: its own one of a process group, or all of a simulated world.
+    """The ranks that this process runs: one rank of a process group, or all ranks of a simulated world.
 
     world_size: ranks of the group, or of the simulated world
     group:      the process group for tensors; None for a simulated world
@@ -253,7 +253,7 @@ class Ranks:
         return make_plan(mask, self.mesh if schedule == BOTH else self.group, schedule=schedule)
 
     def members(self, plan: Plan | None) -> list[int]:
-        """Return the ranks whose shards this process holds under a plan."""
+        """Return the ranks whose shards this process has under a plan."""
         if self.group is not None:
             return [self.group.rank()]
         return [0] if plan is None else list(range(self.world_size))

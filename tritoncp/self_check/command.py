@@ -47,11 +47,12 @@ def check(budget: float | None, strict: bool, as_json: bool, **options: Any) -> 
       tritoncp check --only 'ring-*' --world-size 2     # cases by name
       torchrun --nproc-per-node 8 -m tritoncp check     # real ranks: NCCL, or gloo without GPUs
 
-    The allowed error is twice that of torch's eager attention in the same dtype, plus two units in the last
-    place. Exits with 1 if a case is wrong or failed, or if no case of a schedule ran within the budget; with
-    --strict or --budget, if any case did not. Without a GPU the kernels run interpreted, on small shapes.
+    The allowed error is twice the error of torch's eager attention in the same dtype, plus two units in the
+    last place. Exits with 1 if a case is wrong or failed, or if no case of a schedule ran within the budget;
+    with --strict or --budget, if any case did not. Without a GPU the kernels run interpreted, on small
+    shapes.
     """
-    from tritoncp.core.process_environment import interpret_without_gpu
+    from tritoncp.core.processes import interpret_without_gpu
 
     interpret_without_gpu()  # before Triton is imported
     require_engine()
@@ -63,8 +64,8 @@ def check(budget: float | None, strict: bool, as_json: bool, **options: Any) -> 
 
 
 def require_engine() -> None:
-    """Raise RuntimeError, with the remedy, if kernels cannot be interpreted since a package is missing, or if
-    they are although there is a GPU, which the check would not test."""
+    """Raise RuntimeError with the remedy if a package for interpreted kernels is missing, or if kernels are
+    interpreted on a machine with a GPU, which the check would not test."""
     from tritoncp.doctor import examine
 
     report = examine()

@@ -23,18 +23,17 @@ import torch
 import torch.distributed as dist
 
 from tritoncp import doctor
+from tritoncp.call.engine_factory import name_functions
 from tritoncp.command_base import INTERRUPTED, make_bar, make_console
 from tritoncp.core.environment import DEBUG
-from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
-from tritoncp.core.worker_pool import Lost, WorkerPool
+from tritoncp.core.processes import Lost, WorkerPool, torchrun_world_size, use_loopback_interface
 from tritoncp.distributed.failures import GroupClosed
-from tritoncp.ops.engine_factory import name_functions
 from tritoncp.perf.suite import machine
 from tritoncp.self_check import cases
 from tritoncp.self_check.cases import CheckCase, CheckRequest, Errors, Ranks, Result, judge_case, run_case
 
-CTRL_C = "interrupted by Ctrl-C"  # why a check stopped
-TRACE = 4000  # most characters of a traceback, its end, which ranks send to each other
+CTRL_C = "interrupted by Ctrl-C"  # the reason for which a check stopped
+TRACE = 4000  # max characters of a traceback (its end) that ranks send to each other
 GRACE = 5.0  # seconds, after the timeout of a message, for ranks to exchange their results
 LINGER = 2.0  # seconds that a rank waits after a loss before it exits, since slower ranks may need it
 
@@ -43,7 +42,7 @@ LINGER = 2.0  # seconds that a rank waits after a loss before it exits, since sl
 class CheckReport:
     """The result of a check.
 
-    facts:   those of `tritoncp doctor`, and more of the machine
+    facts:   facts of `tritoncp doctor`, and more about the machine
     results: a result for each case, in the order of the cases
     stopped: the reason if the check ended before its last case
     absent:  the ranks that were lost
@@ -58,8 +57,8 @@ class CheckReport:
 
     @property
     def right(self) -> bool:
-        """Whether no case was wrong, and all cases ran, or, unless the command is strict, the budget ended
-        after at least one case of each schedule."""
+        """Whether no case was wrong and all cases ran. Unless the command is strict, one case of each
+        schedule is enough when the budget is over."""
         if not all(result.right for result in self.results if result.ran):
             return False
         if all(result.ran for result in self.results):
@@ -68,7 +67,7 @@ class CheckReport:
 
     @property
     def untested(self) -> list[str]:
-        """Schedules of which no case ran."""
+        """Schedules for which no case ran."""
         tested = {result.case.schedule for result in self.results if result.ran}
         return [x for x in dict.fromkeys(result.case.schedule for result in self.results) if x not in tested]
 
@@ -90,9 +89,9 @@ def main(request: CheckRequest, as_json: bool) -> int:
     if many:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by torchrun if a rank has died: report it first
     report = run_check(request, quiet if rank else console, many)
-    if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
+    if rank == min(set(range(world_size)) - set(report.absent)):  # the first rank that is not lost
         ended = [result for result in report.results if result.ran] if rank else ()
-        for number, result in enumerate(ended, start=1):  # print again: rank 0, which had, is lost
+        for number, result in enumerate(ended, start=1):  # print again, since rank 0, which printed, is lost
             print_case(console, result, number, len(report.results))
         doctor.show(report.facts, console)
         for line in format_verdict(report):
@@ -110,8 +109,8 @@ def main(request: CheckRequest, as_json: bool) -> int:
 
 
 def run_check(request: CheckRequest, console: Any, many: bool) -> CheckReport:
-    """Run all cases and return the report. many: on the ranks of torchrun, which (if not lost) return the
-    same report; else in simulated worlds on one device. console: for cases as they end"""
+    """Run all cases and return the report. many: run on the ranks of torchrun, which (if not lost) return the
+    same report; else in simulated worlds on one device. console: prints cases when they end"""
     device = select_device(many)
     world_size = int(os.environ["WORLD_SIZE"]) if many else request.world_size
     requested = cases.list_cases(world_size, device, request.only)
@@ -151,7 +150,7 @@ def collect_facts(device: torch.device, world: str) -> dict[str, Any]:
 
 
 def select_device(many: bool) -> torch.device:
-    """Return the CPU on a machine without GPUs; else the current GPU, or with ``many`` that of this local
+    """Return the CPU on a machine without GPUs; else the current GPU, or with ``many`` the GPU of this local
     rank. Raises ValueError if a machine has fewer GPUs than ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -189,7 +188,7 @@ def join_groups(request: CheckRequest, device: torch.device, world_size: int) ->
 
 
 def set_up_process(device: torch.device) -> None:
-    """Set up a process so that its cache keys of compiled kernels equal those of other processes."""
+    """Set up a process so that it has the same cache keys of compiled kernels as other processes."""
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -197,9 +196,9 @@ def set_up_process(device: torch.device) -> None:
 
 
 def run_in_processes(requested: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
-    """Run cases of simulated worlds in several processes on one device, where most time is spent in
-    compilation (GPU) or in Python (CPU); one process runs those of a dtype and mask, which share kernels. A
-    case whose process dies has failed. Raises Stopped at a time limit."""
+    """Run cases of simulated worlds in several processes on one device, since compilation (GPU) or Python
+    (CPU) takes up much of the time. One process runs the cases of a dtype and mask, which share kernels. If a
+    process dies, its case failed. Raises Stopped at a time limit."""
 
     def check_budget() -> None:
         if request.over:
@@ -220,7 +219,7 @@ def run_part(ranks: Ranks, request: CheckRequest, part: Sequence[CheckCase]) -> 
 
 
 class Stopped(GroupClosed):
-    """Raised if the check cannot continue. absent: the lost ranks, as far as known"""
+    """Raised if the check cannot continue. absent: the lost ranks that are known"""
 
 
 class Failure(NamedTuple):
@@ -239,13 +238,13 @@ def run_cases(part: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) ->
         try:
             attempts, over = zip(*ranks.gather((attempt_case(case, ranks, request), request.over)))
         except GroupClosed as error:
-            absent = error.absent or (0,)  # if none is known, the store is lost, which is in rank 0
+            absent = error.absent or (0,)  # if none is known, the store is lost, which rank 0 hosts
             yield Result(case, rank=absent[0], ranks=absent, why=str(error))
             lost = ", ".join(map(str, absent))
             raise Stopped(f"lost while {case.name} ran: rank {lost}", absent) from error
         failures = {rank: one for rank, one in enumerate(attempts) if isinstance(one, Failure)}
         if failures:  # the group is closed, or the device may be unusable
-            # Ranks that failed themselves, before ranks that only timed out in waiting for them.
+            # Ranks that failed come before ranks that timed out waiting for them.
             rank = min(failures, key=lambda rank: (failures[rank].waited, rank))
             why = failures[rank].why if len(attempts) == 1 else f"rank {rank}: {failures[rank].why}"
             yield Result(case, rank=rank, ranks=tuple(failures), why=why, trace=failures[rank].trace)
@@ -300,7 +299,7 @@ def format_verdict(report: CheckReport) -> Iterator[str]:
     if report.untested and report.stopped == report.request.late:
         yield f"no case ran of {', '.join(report.untested)}: pass more seconds, --budget"
     if wrong:
-        # Failed cases without an error first.
+        # Failed cases, which have no error, come first.
         worst = max(wrong, key=lambda x: math.inf if x.error is None else x.error / (x.allowed or 1.0))
         line = f"{worst.case.name}: {describe(worst)}"
         yield f"worst: {line}"

@@ -12,7 +12,7 @@ import click
 from tritoncp.command_base import JOBS, Seconds, make_output_folder
 
 if TYPE_CHECKING:
-    from tritoncp.ops.tile_tables import Device
+    from tritoncp.measured_tiles.tile_tables import Device
     from tritoncp.tuning.targets import Target
 
 
@@ -81,7 +81,7 @@ def autotune(
       tritoncp autotune --budget 15m
       tritoncp autotune --preset llama3-70b --mask causal --ops fwd,bwd,few
     """
-    from tritoncp.ops.tile_tables import output_folder
+    from tritoncp.measured_tiles.tile_tables import output_folder
     from tritoncp.tuning import search, targets
 
     # Mistakes in the request are reported on machines without a GPU, too.
@@ -103,7 +103,7 @@ def find_device() -> Device:
     """Return this process's GPU. Raises click.UsageError without one."""
     import torch
 
-    from tritoncp.ops.tile_tables import device_of
+    from tritoncp.measured_tiles.tile_tables import device_of
 
     if not torch.cuda.is_available():
         raise click.UsageError(

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.analysis.launches import CallTensors
+from tritoncp.call.engine_factory import name_functions
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.ops.engine_factory import name_functions
 from tritoncp.perf.suite import baselines, check
 from tritoncp.perf.suite.timing import Clock, DeviceClock, WallClock
 from tritoncp.planning.problem import Problem
@@ -18,7 +18,7 @@ class DeviceBench:
     """Checks and times single kernels on the GPU of this process."""
 
     def __init__(self, device: torch.device) -> None:
-        name_functions()  # as in the compiler processes, so that cache keys agree
+        name_functions()  # like the compiler processes, so that cache keys agree
         self._device = device
         self._clock: Clock = DeviceClock(device) if device.type == "cuda" else WallClock()
         self._problem: tuple[Problem, ReferenceProblem] | None = None
@@ -40,8 +40,8 @@ class DeviceBench:
             return why
 
     def _check_device(self) -> None:
-        """Raise RuntimeError after an error on the device, which runs no more kernels in this process, so
-        that later failures would not be those of candidates."""
+        """Raise RuntimeError after an error on the device: it runs no more kernels in this process, so that
+        later failures would be blamed on other candidates."""
         if self._device_error:
             raise RuntimeError(
                 "the GPU runs no more kernels in this process after a candidate failed "
@@ -64,7 +64,7 @@ class ReferenceProblem:
         self._dtype = problem.torch_dtype
         tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         self.call = CallTensors(problem, device, tensors)
-        for kernel in ("forward", "delta"):  # they compute inputs of the backward pass
+        for kernel in ("forward", "delta"):  # they compute the inputs of the backward pass
             self.call.launch(kernel, None)()
         self._lse = self.call.results("route")["lse"].clone()
 
@@ -74,13 +74,13 @@ class ReferenceProblem:
             tensor.fill_(0.0 if (kernel, name) == ("fused", "dq") else float("nan"))  # "fused" adds to dq
         self.call.launch(kernel, config)()
         if kernel == "route":
-            results["out in steps"] = self.call.in_steps(kernel, config)
+            results["out in steps"] = self.call.run_two_steps(kernel, config)
         faults = [self._find_fault(name, tensor) for name, tensor in results.items()]
         return next(filter(None, faults), None)
 
     def _find_fault(self, name: str, tensor: Tensor) -> str | None:
-        """Describe the error of a result. lse, from which gradients are computed, is compared with that of
-        route "loops" and then replaced by it."""
+        """Describe the error of a result. lse is compared with the lse of route "loops", which then replaces
+        it, since gradients are computed from it."""
         if name != "lse":
             return check.find_fault(name, tensor, getattr(self.expected, name.split()[0]), self._dtype)
         fault = check.find_fault(name, tensor, self._lse, torch.float32)

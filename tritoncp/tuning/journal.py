@@ -1,8 +1,8 @@
-"""The journal of a tuning run: a file of its findings, for resumed runs and to trace a choice to
+"""The journal of a tuning run: a file of its findings, to resume the run and to trace a choice to
 measurements.
 
 JSON lines, each appended at once. The first has the conditions of the run (device, architecture, Triton,
-code), the others a finding each, by stage (compile, check, time), target, config and number of rounds.
+code); each other line is a finding, with stage (compile, check, time), target, config and number of rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tritoncp.core.checked_json import parse_json
+from tritoncp.core.files import parse_json
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.tuning.targets import Target
 
@@ -38,7 +38,7 @@ class TuningJournal:
             ) from error
         lines = []
         for text in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):  # a line that was cut off
+            with contextlib.suppress(ValueError):  # the line was cut off
                 lines.append(parse_json(text))
         self._findings: dict[str, dict[str, Any]] = {}
         if resume and lines[:1] == [{"about": conditions}]:

@@ -33,15 +33,15 @@ from tritoncp.analysis.resource_table import find_faults, tiles
 from tritoncp.command_base import make_bar, make_console
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.ops import tile_tables
-from tritoncp.ops.tile_tables import MIN_SPEEDUP, Device
+from tritoncp.measured_tiles import tile_tables
+from tritoncp.measured_tiles.tile_tables import MIN_SPEEDUP, Device
 from tritoncp.perf.suite import machine
 from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.targets import Target, candidates
 
-MAX_TIMED = 24  # most candidates to time: those nearest to the default
-ROUNDS = 4  # rounds of the first halving
+MAX_TIMED = 24  # max number of candidates to time, those nearest to the default
+ROUNDS = 4  # number of rounds of the first halving
 COMPILE_TIMEOUT = 60.0  # seconds for one kernel
 
 
@@ -65,7 +65,7 @@ class Tuner:
     now:          a clock in seconds; no work is started after ``deadline``
     keep:         called with the choice of each target as soon as it is made
     show:         called with lines of progress
-    counts:       candidates that failed, and those for which there was no time
+    counts:       numbers of candidates that failed, and of candidates for which there was no time
     """
 
     arch: str
@@ -84,8 +84,8 @@ class Tuner:
         return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
 
     def select(self, target: Target, until: float) -> list[Config]:
-        """Return the default config, and the candidates nearest to it that compile, fit and do not spill, in
-        the launch of a call on one device and in that of a step of a schedule."""
+        """Return the default config, and the candidates nearest to it that compile, fit and do not spill,
+        both in the launch of a call on one device and in a step of a schedule."""
         rule, *rivals = listed = self.candidates(target)
         faults: dict[Config, str] = {}
         with closing(self._find_faults(target, listed)) as findings:
@@ -134,15 +134,16 @@ class Tuner:
                     yield jobs[job], finding
 
     def _fault(self, report: dict[str, Any]) -> str:
-        """Return why a compiled candidate is not to be timed, "" if it is."""
+        """Return why a compiled candidate is not timed, "" if it is."""
         faults = find_faults(report, self.arch)
         if not faults and report["spill_bytes"]:
             faults.append(f"spills {report['spill_bytes']} bytes")
         return "; ".join(faults)
 
     def choose(self, target: Target, bench: DeviceBench, until: float) -> None:
-        """Choose and keep the fastest correct candidate, or the default if none is at least 2 % faster; none
-        if there was no time to measure both. An interrupt keeps the best choice so far, and is passed on."""
+        """Choose and keep the fastest correct candidate, or the default if no candidate is at least 2 %
+        faster, or nothing if there was no time to measure both. After an interrupt the best choice so far is
+        kept, and the interrupt raised again."""
         rule, *rivals = self.candidates(target)
         if target.kernel == "route" and not (rivals and replace(target, kernel="forward") in self.chosen):
             return  # no other route, or no measured tiles of route "loops" for comparison
@@ -181,7 +182,7 @@ class Tuner:
             if self.now() > until:
                 self.counts["left out"] += 1
                 return False
-            if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that hangs is tried once
+            if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # if it hangs, it is tried once
                 self.journal.add({"wrong": "a run ended during its check"}, "check", target, config)
             finding = {"wrong": bench.wrong(target, config)}
             self.journal.add(finding, "check", target, config)
@@ -193,7 +194,7 @@ class Tuner:
         self, target: Target, alive: Sequence[Config], bench: DeviceBench, rounds: int, until: float
     ) -> dict[Config, float] | None:
         """Return median times over ``rounds`` rounds, None if there is no time. Each round runs all
-        candidates once, starting with the next one. An incomplete set of rounds is repeated as a whole."""
+        candidates once, and begins with another one. An incomplete set of rounds is repeated as a whole."""
         findings = [self.journal.finding("time", target, config, rounds) for config in alive]
         times = {config: finding["ms"] for config, finding in zip(alive, findings) if finding}
         if len(times) == len(alive):
@@ -224,8 +225,8 @@ class Tuner:
 
 
 class TuningResult(NamedTuple):
-    """The result of a run: an entry for each target's choice, the number of candidates and of those for which
-    there was no time, the journal, whether Ctrl-C ended it."""
+    """The result of a run: an entry for each target's choice, numbers of candidates and of candidates for
+    which there was no time, the journal, and whether Ctrl-C ended it."""
 
     rows: list[dict[str, Any]]
     total: int
@@ -248,7 +249,7 @@ def autotune(
     task = bar.add_task("", total=len(targets))
 
     def keep(target: Target, choice: Choice) -> None:
-        """Store a choice, also if it is the default, as a record that it was measured."""
+        """Store a choice, also the default, as a record that it was measured."""
         times = {"ms": round(choice.ms, 5), "rule_ms": round(choice.rule_ms, 5)}
         entry = {**target.entry, "config": asdict(choice.config), **times}
         rows.append(entry | {"gain": round(choice.gain, 3)})

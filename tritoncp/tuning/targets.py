@@ -17,8 +17,8 @@ from tritoncp.masks.expressions import score_of
 from tritoncp.mods import Untranslatable, hand_written, score_mod
 from tritoncp.planning.problem import MEASURED_KINDS, MODELS, Problem
 
-# "fused" is not part of "bwd", since it sums dQ in varying order, and measured tiles must not make results
-# nondeterministic; calls request it. "few" is a decoding step. "routes" compares the other forward kernels
+# "fused" is not part of "bwd": it sums dQ in varying order, calls have to request it, and measured tiles must
+# not make results nondeterministic. "few" is a decoding step. "routes" compares the other forward kernels
 # with the best tiles of route "loops", which are tuned first.
 OPS = {
     "fwd": ("forward",),
@@ -68,7 +68,8 @@ class Target:
         return Job(kernel, arch, self.problem, config=tiles)
 
     def step(self, arch: str, config: Config | None) -> Job:
-        """Return the job of the same kernel in a step of a schedule, which needs the most registers."""
+        """Return the job of the same kernel in a step of a schedule, which needs more registers than other
+        launches."""
         (kernel, tiles), problem = kernel_of(self.kernel, config), self.problem
         variant = "few" if kernel == "few" else "state"
         sizes = (problem.dim, problem.dtype, variant, tiles, problem.v_dim)
@@ -95,8 +96,8 @@ def preset(name: str) -> str:
 def targets(
     shapes: Sequence[str], masks: Sequence[str], ops: Sequence[str], dtype: str, score: str = ""
 ) -> list[Target]:
-    """List the targets for shapes HEADSxKV_HEADS,HEAD_DIM[xV_HEAD_DIM],LENGTH. Of shapes for which calls look
-    up the same tiles, only the first is a target. Raises ValueError for an unknown name, or a shape in
+    """List the targets for shapes HEADSxKV_HEADS,HEAD_DIM[xV_HEAD_DIM],LENGTH. If calls look up the same
+    tiles for several shapes, only the first is a target. Raises ValueError for an unknown name, or a shape in
     another format.
 
     >>> [target.name for target in targets(["32x8,128,4096"], ["full"], ["bwd"], "float16")]
@@ -122,8 +123,8 @@ def targets(
 
 
 def without_faults(requested: Sequence[Target], arch: str) -> tuple[list[Target], str]:
-    """Return (targets without those that this Triton version miscompiles for ``arch``, reason for the
-    omission or ""). Raises ValueError if no target remains."""
+    """Drop targets that this Triton version miscompiles for ``arch``. Returns (the others, reason or "").
+    Raises ValueError if no target remains."""
     why = fused_fault(arch)
     right = [target for target in requested if target.kernel != "fused" or why is None]
     if len(right) == len(requested):
@@ -180,7 +181,7 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
             replace(config, num_warps=warps, num_stages=stages)
             for config, warps, stages in itertools.product(sized, (4, 8), (1, 2, 3, 4))
         }
-        if not arch.startswith("gfx"):  # so that two CTAs fit on a multiprocessor
+        if not arch.startswith("gfx"):  # two CTAs fit on a multiprocessor
             configs |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
         if target.kernel not in ("forward", "few"):
             flips = (c for c in sized if flips_right(arch, flipped_rows(target.kernel, c)))

@@ -61,7 +61,7 @@ def test_a_factor_of_all_scores_takes_the_scale() -> None:
 
 
 def test_an_argument_at_its_default_needs_no_rule() -> None:
-    """tests/api/mistakes.toml has the refusal of decimals=1."""
+    """tests/call/mistakes.toml has the refusal of decimals=1."""
     mod = score_mod(lambda s, b, h, q, k: torch.round(s, decimals=0))
     assert run_score(mod, torch.full((N, N), 1.7))[0, 0] == 2
 
@@ -148,6 +148,6 @@ LOADS: dict[str, tuple[int, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", LOADS)
 def test_loads_counts_the_axes_that_loads_vary_with(name: str) -> None:
-    """Tiles are smaller where each score has its own."""
+    """Tiles are smaller if each score loads another value."""
     sides, fn = LOADS[name]
     assert score_mod(fn).loads == sides

@@ -1,1 +1,1 @@
-"""Graphs on two streams, computation and communication: predicted timeline, and order of the nodes."""
+"""Graphs on two streams, computation and communication: the predicted timeline, and the order of nodes."""

@@ -16,13 +16,13 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from tritoncp.api.dynamo import batch_rows_op, part_op
+from tritoncp.call.key_exchange import backward_part_op, forward_part_op
 from tritoncp.chunking import attention
 from tritoncp.chunking.regions import op_name, tensors_of
 from tritoncp.chunking.streams.storages import bytes_of, hint, is_collective, is_view, is_wait
-from tritoncp.core.tracing import fresh_dispatch
-from tritoncp.ops.flop_formulas import count_flops
-from tritoncp.ops.graph.key_exchange import backward_part_op, forward_part_op
+from tritoncp.graph.flop_formulas import count_flops
+from tritoncp.graph.handle_ops import batch_rows_op, part_op
+from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.hardware import Hardware
 from tritoncp.planning.plan import Plan
 
@@ -85,7 +85,7 @@ def _traffic(node: Node) -> int:
 
 
 def _message_seconds(node: Node, hardware: Hardware) -> float:
-    """Predict the time of a collective from the bytes of its arguments or its result, whichever are more,
+    """Predict the time of a collective from the bytes of its arguments or its result (the larger of the two),
     doubled for an all-reduce."""
     moved, name = max(bytes_of(*node.all_input_nodes), bytes_of(node)), op_name(node)
     rate = hardware.bandwidth * (hardware.scattered if "::all_to_all" in name else 1.0)
@@ -97,11 +97,11 @@ def _product_flops(node: Node) -> int:
     formula = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
     if formula is None:
         return 0
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: _on_meta(x.meta.get("val")))
-    return int(formula(*args, **kwargs, out_val=_on_meta(node.meta.get("val"))))
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: _to_meta(x.meta.get("val")))
+    return int(formula(*args, **kwargs, out_val=_to_meta(node.meta.get("val"))))
 
 
-def _on_meta(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     """Replace tensors by meta tensors of hinted sizes, and symbols by numbers: FLOP formulas compare sizes,
     which raises for unbacked symbols."""
 
@@ -114,8 +114,8 @@ def _on_meta(value: Any) -> Any:
 
 
 def _attention_flops(node: Node) -> int:
-    """Return an attention's FLOPs from the blocks of its plan, on the rank with the most; from all pairs of
-    its rows if the graph does not have the plan. Messages inside the op are not counted."""
+    """Return an attention's FLOPs: from the blocks of its plan, on the rank with the max work, or from all
+    pairs of rows if the graph does not show the plan. Messages inside the op are not counted."""
     args: Any = node.args
     if node.target in PART_PLACES:
         q_at, index_at, plan_at = PART_PLACES[node.target]
@@ -148,8 +148,8 @@ def _plan_of_handle(handle: Node) -> Plan | None:
 
 
 def _pairs(plan: Plan) -> float:
-    """Return the pairs in visible blocks, on the rank with the most, per head and batch row; masked blocks
-    are weighted by their cost."""
+    """Return the max over ranks of the pairs in visible blocks, per head and batch row; masked blocks are
+    weighted by their cost."""
     mask = plan.mask
     block = min(mask.q_block, mask.q_len) * min(mask.kv_block, mask.kv_len)
     return max(plan.work) * block / (plan.batch * mask.H)

@@ -24,8 +24,8 @@ from tritoncp.chunking.sizes import hint_of
 
 COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
 KEY_EXCHANGES = ("tritoncp::send_keys", "tritoncp::send_gradients")
-UNLISTED_VIEW = "aten::_unsafe_view"  # shares memory, which its schema does not say
-UNBACKED_SIZE = 8192  # assumed for a size that depends on data and has no hint
+UNLISTED_VIEW = "aten::_unsafe_view"  # ops that share memory without saying so in their schema
+UNBACKED_SIZE = 8192  # assumed value of a size that depends on data and has no hint
 
 
 def hint(size: Any) -> int:
@@ -70,7 +70,7 @@ class Storages:
 
     of:     storages of each node's value, one per tensor
     size:   bytes of each storage
-    is_input: whether the caller owns the storage, as of inputs and constants
+    is_input: whether the caller owns the storage, which is true of inputs and constants
     uses:   storages that a node reads, writes or makes
     writes: storages that a node writes
     new_bytes: bytes of the storages that a node allocates
@@ -207,7 +207,7 @@ class LiveBytes:
         )
 
     def run(self, node: Node) -> None:
-        """Run a node: allocate its storages, then free those of which it is the last user."""
+        """Run a node: allocate its storages, then free the storages whose last user it is."""
         self.peak = max(self.peak, self.during(node))
         self.live = self.after(node)
         self.users.subtract(self.storages.uses[node])

@@ -1,8 +1,8 @@
 """Predicted timeline of a graph on two streams, computation and communication, without a device.
 
 Nodes are issued in the graph's order. A collective starts when the computation issued before it is done and
-the communication stream is free; the first node that needs its result, in general its wait, blocks the
-computation until it is done.
+the communication stream is free. The first node that needs its result, usually its wait, blocks computation
+until the collective is done.
 """
 
 from __future__ import annotations
@@ -82,10 +82,15 @@ class Timeline:
         return self.format()
 
     def format(self, width: int = 96, makespan: float | None = None) -> str:
-        """Format the timeline as text: a line of figures, then for each stream a line of signs for the kinds
-        of its spans, and a line of chunk indices.
+        """Format the timeline as text.
 
-        width: number of columns; makespan: seconds that they represent, default: those of this timeline
+        Args:
+            width: number of columns.
+            makespan: seconds that the columns represent; None: the makespan of this timeline.
+
+        Returns:
+            A line of figures, then for each stream a line of signs for the kinds of its spans, and a line of
+            chunk indices.
         """
         scale = (makespan or self.makespan) / width or 1.0
         lines = [
@@ -102,7 +107,7 @@ class Timeline:
 
 
 def _columns(spans: list[Span], scale: float, width: int, sign_of: Callable[[Span], str]) -> str:
-    """Return one sign per column of time: that of the spans with the largest share, blank if idle."""
+    """Return one sign per column of time: the sign of the spans with the largest share, blank if idle."""
     shares = [Counter({" ": scale}) for _ in range(width)]
     for span in spans:
         for column in range(int(span.start / scale), min(width - 1, int(span.end / scale)) + 1):
@@ -154,11 +159,24 @@ class StreamClock:
 
 
 def predict_timeline(gm: GraphModule, hardware: Hardware, *, boxed: bool = False) -> Timeline:
-    """Predict the timeline of a forward, backward or joint graph. Its nodes need fake values
-    (``meta["val"]``); symbolic sizes are replaced by their hints.
+    """Predict the timeline of a forward, backward or joint graph on two streams.
 
-    boxed: the graph frees its inputs after their last user, as compiled backward passes do with saved
-        tensors; else inputs live to the end
+    >>> import torch
+    >>> from tritoncp.planning.hardware import NVLINK
+    >>> gm = torch.export.export(torch.nn.Linear(4, 4), (torch.ones(8, 4),)).graph_module
+    >>> timeline = predict_timeline(gm, NVLINK)
+    >>> timeline.makespan == timeline.compute > 0, timeline.exposed
+    (True, 0.0)
+
+    Args:
+        gm: a graph whose nodes have fake values (``meta["val"]``); symbolic sizes are replaced by their
+            hints.
+        hardware: rates of the GPU and the interconnect, a :class:`tritoncp.planning.hardware.Hardware`.
+        boxed: whether the graph frees its inputs after their last user, as compiled backward passes do with
+            saved tensors; else inputs live to the end.
+
+    Returns:
+        A :class:`Timeline`: times in seconds, memory in bytes.
     """
     return replay(list(gm.graph.nodes), node_costs(gm, hardware), Storages(gm), boxed)
 

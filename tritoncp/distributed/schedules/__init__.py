@@ -26,7 +26,7 @@ def schedule_of(plan: Plan, invariant: bool = False) -> Schedule[Engine]:
     """Return the schedule that carries out a plan.
 
     invariant: whether bits must not depend on the number of ranks. Raises ValueError for a requested schedule
-        whose sums do; where "auto" chose one, keys are fetched.
+        whose sums depend on it; a schedule that "auto" chose is replaced by "fetch".
     """
     if not invariant:
         return local if plan.is_local else SCHEDULES[plan.schedule]

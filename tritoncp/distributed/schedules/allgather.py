@@ -69,10 +69,10 @@ Pieces = list[tuple[Any, ...]]  # each head group's part of every tensor
 
 
 def _groups(plan: Plan, k: Tensor, v: Tensor, q: Tensor, *rest: Tensor | None) -> tuple[Pieces, Pieces]:
-    """Split K and V, and q and the tensors with its heads, into head groups: for each group its part of every
-    tensor [B, H, ...], None for an absent tensor."""
+    """Split tensors [B, H, ...] into head groups: K and V by KV heads, q and the rest by query heads. Returns
+    the parts of each group, None for an absent tensor."""
     b, kv_heads, _, d = k.shape
-    # The size of a message, padded: the same for all ranks.
+    # The padded size of a message, which is equal on all ranks.
     nbytes = plan.kv.s_max * b * kv_heads * (d + v.shape[3]) * k.itemsize
     sizes = traffic.head_groups(kv_heads, nbytes)
     if len(sizes) == 1 or not v.shape[3]:  # a latent is expanded for all heads at once

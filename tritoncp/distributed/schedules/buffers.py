@@ -1,8 +1,8 @@
 """Buffers that schedules share: K and V in messages, and the tensors that a pass fills.
 
-On the wire K and V are one tensor [rows, B, heads, D + E]; rows first, so that a row's place in a buffer does
-not depend on batch or heads.  Where batch rows send different tokens it is [rows, 1, heads, D + E], and each
-row belongs to one batch row.
+In a message K and V are one tensor [rows, B, heads, D + E]; rows come first, so that a row's place in a
+buffer does not depend on batch or heads. If batch rows send different tokens it is [rows, 1, heads, D + E],
+and each row belongs to one batch row.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of lse, max_scores and sums over products of queries of ``dtype``: not by
-    torch.promote_types, an op that dispatch modes see and that takes longer."""
+    """Return the dtype of lse, max_scores and sums for queries of ``dtype``, without torch.promote_types,
+    which is slower and an op that dispatch modes see."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate dense [B, H, S, channels] with the stride order of x [B, H, S, D], channels innermost always,
-    so that a model that transposed its inputs transposes the result back without a copy. This is the layout
-    of torch's own attention, also for expanded dimensions, which come next to the channels.
+    """Allocate dense [B, H, S, channels] with the stride order of x [B, H, S, D] and channels innermost, so
+    that a model that transposed its inputs transposes the result back without a copy. torch's attention has
+    the same layout, also for expanded dimensions, which come next to the channels.
 
     >>> x = torch.empty(2, 7, 3, 8).transpose(1, 2)  # [B, S, H, D], as a projection leaves it
     >>> laid_out_as(x, 4).transpose(1, 2).is_contiguous()
@@ -55,7 +55,7 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
     True
     """
     strides = x.stride()
-    # A symbolic stride is taken for neither 0 nor 1: to compare it would be a guard on a size of the graph.
+    # A symbolic stride counts as neither 0 nor 1: a comparison would make a guard on a size of the graph.
     numbers = strides if type(x) is Tensor else [n if type(n) is int else None for n in strides]
     if numbers[3] == 1 and channels == x.shape[3] and 0 not in numbers:
         return torch.empty_like(x, dtype=dtype)
@@ -65,8 +65,8 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
 
 
 def _compare(a: Any, b: Any) -> int:
-    """Return -1 if stride a is less than b, else 0: sorting asks no more. In a graph those of sizes that
-    nothing bounds compare as equal."""
+    """Return -1 if stride a is less than b, else 0, which is enough for sorting. In a graph, strides of
+    unbounded sizes compare as equal."""
     if isinstance(a, int) and isinstance(b, int):
         return -(a < b)
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -77,8 +77,8 @@ def _compare(a: Any, b: Any) -> int:
 def outputs(
     plan: Plan, engine: StepEngine, q: Tensor, v: Tensor, want_max: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Allocate out, lse and max_scores; padding rows get the values of rows that see no key. The values of
-    latents have no channels, and their engine knows those of out."""
+    """Allocate out, lse and max_scores; padding rows get the values of rows that see no key. For latents, the
+    engine knows the number of channels of out."""
     dtype = stats_dtype(q.dtype)
     (b, h, s, _), e = q.shape, engine.v_head_dim or v.shape[3]
     out, lse = laid_out_as(q, e), torch.empty(b, h, s, dtype=dtype, device=q.device)
@@ -91,19 +91,19 @@ def outputs(
 
 
 def empty_grad(x: Tensor, dtype: torch.dtype, filled: bool) -> Tensor:
-    """Allocate the gradient of x [B, H, S, D]: uninitialised where kernels write to every row, as in
-    ``filled`` placements, else zeros, as no slot covers padding."""
+    """Allocate the gradient of x [B, H, S, D]: uninitialised if kernels write to every row, as in ``filled``
+    placements, else zeros, since kernels do not write padding."""
     grad = laid_out_as(x, x.shape[3], dtype)
     return grad if filled else grad.zero_()
 
 
 def empty_dq(plan: Plan, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Allocate dQ for a first step, which writes it or, of a fused engine, clears it and adds to it."""
+    """Allocate dQ for a first step, which writes it. A fused engine clears it and adds to it."""
     return empty_grad(q, dtype, plan.q.is_filled(plan.rank))
 
 
 def dq_of_one_step(plan: Plan, engine: StepEngine, q: Tensor, lse: Tensor) -> Tensor:
-    """Allocate dQ whose rows one step writes: in q's dtype, or for a fused engine, which adds, in lse's."""
+    """Allocate dQ for a pass of one step: in q's dtype, or in lse's for a fused engine, which adds to it."""
     return empty_dq(plan, q, lse.dtype if engine.fused else q.dtype)
 
 
@@ -115,8 +115,8 @@ def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def dkdv(
     engine: StepEngine, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False
 ) -> None:
-    """Compute the gradients of a step's keys and values, into or added to dk, dv [B, h, rows, D|E]; a fused
-    engine adds the gradients of the queries to ``dq``."""
+    """Compute the gradients of a step's keys and values, and write them to dk, dv [B, h, rows, D|E] or add
+    them; a fused engine adds the gradients of the queries to ``dq``."""
     (b, h, rows, d), e = dk.shape, dv.shape[3]
     has_own_rows = b == 1 or dk.stride(0) > 0  # stride 0: batch rows share storage, so split partials alias
     split = engine.split(step.q, step.k, step.tables) if has_own_rows else 1

@@ -1,11 +1,11 @@
 """Fetch: one all-to-all of exactly the remote keys that the queries of each rank see.
 
-The local keys are computed while the others fly.  Backward, the float32 gradients return by the mirrored
-all-to-all and are added in rank order.  ``plan.fetch`` has the rows.
+Attention to the local keys is computed during the all-to-all. In the backward pass, the float32 gradients
+return by the mirrored all-to-all and are added in rank order. ``plan.fetch`` has the rows.
 
 Two ranks and a causal mask of four blocks: rank 0 has blocks 0 and 3, and sees the keys of all blocks; rank 1
-has blocks 1 and 2, and sees block 0 of rank 0. Step 0 of each rank is over its own keys, step 1 over the
-fetched ones, from the state of step 0.
+has blocks 1 and 2, and sees block 0 of rank 0. Step 0 of each rank reads its keys; step 1 continues from the
+state of step 0 with the fetched keys.
 
 >>> from tritoncp import causal, create_block_mask, make_plan
 >>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512), world_size=2, rank=0, schedule="fetch")
@@ -85,7 +85,8 @@ def backward(
 
 
 def request_rows(plan: Plan, local: Tensor) -> AllToAll:
-    """Receive the remote rows of K and V that this rank reads, and send the rows that other ranks read."""
+    """Start the all-to-all that receives the remote rows of K and V for this rank, and sends the rows that
+    other ranks read."""
     rows = plan.fetch_rows(local.device)
     return AllToAll(number_rows(plan, local).index_select(0, rows), plan.fetch.sends, plan.fetch.takes)
 

@@ -1,7 +1,7 @@
 """Exchange of sequence shards for head shards among the ranks of a row, and back.
 
-Each rank of a row sends its tokens' part of every head to the rank that computes this head, and receives its
-own heads of all of the row's tokens.
+Each rank of a row sends its tokens of a head to the rank that computes that head, and receives all tokens of
+the row for the heads that it computes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Side:
 
 # A tensor by sequence is [B, H, S, D]: all heads of this rank's tokens. By heads it is [B, this rank's heads,
 # degree * rows, D]: all tokens of the row.
-Field = tuple[Tensor, Side]  # a tensor of either form
+Field = tuple[Tensor, Side]  # a tensor by sequence or by heads
 Returned = tuple[Tensor, Side, Tensor]  # a tensor by heads, its side, and one with the layout by sequence
 
 
@@ -64,13 +64,14 @@ Returned = tuple[Tensor, Side, Tensor]  # a tensor by heads, its side, and one w
 class HeadExchange:
     """The exchange of sequence for heads within a row, for one call.
 
-    Tokens come first in a message: the received parts of all ranks of a row are one tensor, in which kernels
-    find their tiles without another copy, and the output of kernels is a message without one.
+    Tokens come first in a message, so that nothing is copied: kernels read the received parts of all ranks of
+    a row as one tensor, and their output is the next message.
 
-    plan:     the rows as ranks: each holds the tokens of its ranks, one after the other
+    plan:     the plan between rows: each row counts as a rank, with the tokens of its ranks one after the
+              other
     rank, degree: this rank's place in its row, and the row's length
     world:    number of all ranks
-    q, kv:    query heads of each rank of a row, and the KV heads that these read
+    q, kv:    query heads of each rank of a row, and the KV heads that they read
     group:    Hq // Hkv
     """
 
@@ -84,14 +85,14 @@ class HeadExchange:
 
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
-        """Return the exchange of a call, kept with the plan for calls with equally many heads."""
+        """Return the exchange of a call. The plan keeps it for calls with the same numbers of heads."""
         heads = q.shape[1], k.shape[1]
         key = "exchange", plan.rank, plan.schedule, plan.degree, *heads
         return plan.keep(key, lambda: cls._build(plan, *heads))
 
     @classmethod
     def _build(cls, plan: Plan, heads: int, kv_heads: int) -> HeadExchange:
-        """Cut the heads of a layer among the ranks of this rank's row."""
+        """Divide the heads of a layer among the ranks of this rank's row."""
         degree = plan.degree_for(heads)
         if degree < plan.world_size and not plan.degree:
             log_decision(
@@ -116,8 +117,8 @@ class HeadExchange:
         return results
 
     def _sizes(self, side: Side, batch: int) -> tuple[list[int], list[int]]:
-        """Count, for each rank of the world, the rows [D] of a message that hold this rank's tokens of that
-        rank's heads, and that rank's tokens of this rank's heads."""
+        """Count, for each rank of the world, the rows [D] of a message with this rank's tokens for that
+        rank's heads, and with that rank's tokens for this rank's heads."""
         sizes = [count * side.rows * batch for count in side.counts]
         return self._spread_row(sizes), self._spread_row([sizes[self.rank]] * self.degree)
 
@@ -192,7 +193,7 @@ class HeadExchange:
             answer = yield request
 
     def _spread_column(self, counts: Sequence[int]) -> list[int]:
-        """Extend counts of rows to all ranks of the world: to those at this rank's place, with zeros."""
+        """Extend counts per row to all ranks of the world: zero for ranks at another place of their row."""
         spread = [0] * self.world
         spread[self.rank :: self.degree] = counts
         return spread

@@ -1,5 +1,5 @@
-"""Local: one step over the rank's shard of keys, without messages: every schedule in a world of one, and
-where no rank reads keys of another."""
+"""Local: one step over the rank's shard of keys, without messages. It serves a world of one rank, and plans
+in which no rank reads keys of another."""
 
 from __future__ import annotations
 

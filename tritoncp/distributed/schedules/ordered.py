@@ -1,8 +1,8 @@
 """Ordered: all keys that a rank reads, in global order, in one step (kernel option ``invariant``).
 
-The keys come by a fetch, under Ulysses by the exchange of heads. The bits of out, lse and dq
-of a row are then those of one rank that has the whole sequence; where a rank has all queries too, as under
-Ulysses, so are the bits of dk and dv.
+The keys are fetched; under Ulysses they come by the exchange of heads. Then out, lse and dq of a row have the
+same bits as on one rank with the whole sequence. If each rank also has all queries, as under Ulysses, dk and
+dv have them too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def backward(
 
 
 def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Requests[tuple[Tensor, Tensor]]:
-    """Return this rank's keys and values and, after them, the rows that it fetches."""
+    """Return this rank's keys and values, followed by the rows that it fetches."""
     if plan.world_size == 1:
         return k, v
     own = pack(k, v, k.shape[2])
@@ -61,11 +61,11 @@ def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Requests[tuple[Tensor, Tenso
 
 
 def _send_gradients(plan: Plan, dk: Tensor, dv: Tensor, k: Tensor) -> Requests[tuple[Tensor, Tensor]]:
-    """Return the gradients of this rank's keys and values, from those of all that it read."""
+    """Send the gradients of fetched rows home; return the gradients of this rank's keys and values."""
     if plan.world_size == 1:
         return dk, dv
     own = k.shape[2]
-    if plan.fetch.batched:  # each row belongs to one batch row, and is zero in the others
+    if plan.fetch.batched:  # each row belongs to one batch row, and is zero in the other batch rows
         dk, dv, own = dk.sum(0, keepdim=True), dv.sum(0, keepdim=True), own * k.shape[0]
     packed = pack(dk, dv, dk.shape[2])
     home = packed[:own]
@@ -84,8 +84,8 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _put_back(x: Tensor, rows: Tensor, length: int, padding: float) -> Tensor:
-    """Write x [B, H, n, ...] to rows [Bp, n] of a tensor of ``length`` rows; all other rows are padding."""
-    whole = x.new_full((*x.shape[:2], length + 1, *x.shape[3:]), padding)  # the last for NO_ROW
+    """Write x [B, H, n, ...] to rows [Bp, n] of a new tensor of ``length`` rows; the other rows are zero."""
+    whole = x.new_full((*x.shape[:2], length + 1, *x.shape[3:]), padding)  # the last row is for NO_ROW
     return whole.scatter_(2, _index(rows.clamp(max=length), x.shape), x)[:, :, :length]
 
 

@@ -1,12 +1,13 @@
-"""Ring: K and V are sent from rank to rank, the next pair in flight during the computation of this one.
+"""Ring: K and V travel from rank to rank; the next pair is in flight while the current one is computed.
 
-The kernel continues from the previous step's (acc, m, l) in float32, so that no results need merging and none
-are rounded between steps.  A buffer travels as far as its last reader; backward, its float32 gradient follows
-one hop behind and goes home in one send (Ring Attention, arXiv 2310.01889; ``plan.ring`` has the hops).
+The kernel continues from the previous step's (acc, m, l) in float32, so that results are neither merged nor
+rounded between steps. A buffer travels as far as its last reader; in the backward pass, its float32 gradient
+follows one hop behind and goes home in one send (Ring Attention, arXiv 2310.01889; ``plan.ring`` has the
+hops).
 
-Two ranks and a causal mask of four blocks: rank 0 has the queries and keys of blocks 0 and 3, rank 1 those of
-blocks 1 and 2. In turn 0 each rank sends its keys to the other and computes the step over its own; in turn 1
-it computes the step over the keys that have come, from the state of turn 0, and writes out and lse.
+Two ranks and a causal mask of four blocks: rank 0 has blocks 0 and 3, rank 1 has blocks 1 and 2. In turn 0
+each rank sends its keys to the other rank and computes attention to its keys. In turn 1 it continues from
+that state with the received keys, and writes out and lse.
 
 >>> from tritoncp import causal, create_block_mask, make_plan
 >>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512), world_size=2, rank=0, schedule="ring")
@@ -22,8 +23,8 @@ rank 0, turn 1: keys [1, 2], sent to None; state: load, finish
 rank 1, turn 0: keys [1, 2], sent to 0; state: store
 rank 1, turn 1: keys [0, 3], sent to None; state: load, finish
 
-Backward, each turn adds to dq, and to the gradient of the keys that it holds: in turn 1 that is the gradient
-of the other rank's keys, which goes home afterwards (``dkv_to``) and is added to the one of turn 0.
+In the backward pass, each turn adds to dq and to the gradient of the current keys. In turn 1 this is the
+gradient of the other rank's keys; it goes home (``dkv_to``) and is added to the gradient of turn 0.
 
 >>> [(hop.dkv_to, hop.dkv_home) for hop in plan.ring]
 [(None, None), (1, 1)]
@@ -67,7 +68,7 @@ def backward(
     buffers."""
     dq = empty_dq(plan, q, lse.dtype)
     current = pack(k, v, plan.kv.s_max)
-    home = torch.zeros_like(current, dtype=lse.dtype)  # gradient of the own K and V
+    home = torch.zeros_like(current, dtype=lse.dtype)  # gradient of this rank's K and V
     grad_flight: Ticket | None = None
     returned = home[:0]
     for turn, hop in enumerate(plan.ring):
@@ -101,8 +102,7 @@ def _send(plan: Plan, x: Tensor, target: int | None, sources: Sequence[int | Non
 
 
 def _current_grad(hops: tuple[Hop, ...], turn: int, returned: Tensor, home: Tensor) -> Tensor:
-    """Return the gradient buffer of this step's K and V, and add a returned gradient of this rank's own K and
-    V to ``home``."""
+    """Return the gradient buffer of this step's K and V; add the gradient that came home to ``home``."""
     if turn == 0:
         return home
     previous = hops[turn - 1]
@@ -113,5 +113,5 @@ def _current_grad(hops: tuple[Hop, ...], turn: int, returned: Tensor, home: Tens
     if previous.dkv_next is not None:
         return grads[previous.dkv_next]
     if turn < len(hops) and hops[turn].holds:
-        return torch.zeros_like(home)  # no rank has added to the gradient yet
+        return torch.zeros_like(home)  # this rank is the first to add to the gradient
     return home

@@ -17,8 +17,8 @@ class Schedule(Protocol[E]):
     """A schedule brings keys to the queries that see them. Each pass is a generator that yields messages and
     waits (:mod:`tritoncp.distributed.collectives`), and has the engine compute a step between them.
 
-    plan:   of this rank; all ranks make equal requests in the same turn
-    engine: of this call. A Schedule[StepEngine] computes all heads of its tensors in one step
+    plan:   the plan of this rank; all ranks make equal requests in the same turn
+    engine: the engine of this call. A Schedule[StepEngine] computes all heads of its tensors in one step
     q:      [B, Hq, S, D], k: [B, Hkv, S_kv, D], v: [B, Hkv, S_kv, E]: this rank's shards, of one dtype; under
             ``expand=`` k is a latent and v has no channels
     """
@@ -32,7 +32,7 @@ class Schedule(Protocol[E]):
     def backward(
         self, plan: Plan, engine: E, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
     ) -> Requests[tuple[Tensor, Tensor, Tensor]]:
-        """Return the gradients of q, k and v, in their dtypes or lse's; those of captures are added to the
+        """Return the gradients of q, k and v, in their dtypes or lse's; add the gradients of captures to the
         engine's buffers.
 
         dout: [B, Hq, S, E]; lse, delta: [B, Hq, S] in the dtype of lse

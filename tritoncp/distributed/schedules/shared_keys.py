@@ -1,9 +1,10 @@
-"""Exchange of keys and values shared by chunks of a layer's queries: sent once, read by the attention of each
-chunk, which sends nothing; their gradients, summed over the chunks in float32, return once.
+"""Exchange of keys and values that chunks of a layer's queries share. They are sent once and read by the
+attention of each chunk, which sends nothing; their gradients are summed over chunks in float32 and return
+once.
 
-A buffer holds rows [n, heads, D + E]: under allgather all ranks' shards, under fetch the rank's own rows and
-then the fetched ones. All batch rows of a token follow each other, but where batch rows fetch different rows:
-there each row belongs to one batch row.
+A buffer holds rows [n, heads, D + E]: under allgather all ranks' shards, under fetch the rank's rows and
+then the fetched ones. The batch rows of a token follow each other; if batch rows fetch different rows, each
+row belongs to one batch row.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep, StepEngine, Tables
 
-SCHEDULES = "allgather", "fetch"  # that send keys to the queries as they are
+SCHEDULES = "allgather", "fetch"  # schedules that send keys to the queries
 
 
 def check_schedule(plan: Plan) -> None:
@@ -37,7 +38,8 @@ def check_schedule(plan: Plan) -> None:
 
 
 def reading_part(plan: Plan, index: int, count: int) -> Plan:
-    """Return the plan of one of ``count`` chunks of the queries, which read the buffer of the whole plan."""
+    """Return the plan of one of ``count`` chunks of the queries, which reads the whole plan's buffer of
+    keys."""
     key = "reading", index, count, plan.rank, plan.schedule, plan.first_row
     part: Plan | None = plan.derived.parts.get(key)
     if part is None:
@@ -48,7 +50,7 @@ def reading_part(plan: Plan, index: int, count: int) -> Plan:
 
 
 def send_keys(plan: Plan, k: Tensor, v: Tensor, group: Any) -> Tensor:
-    """Start the exchange of keys and values; return the buffer, filled once it was waited for."""
+    """Start the exchange of keys and values; return the buffer, which is filled after a wait for it."""
     if plan.schedule == "allgather":
         shard = pack(k, v, plan.kv.s_max)
         return start_in_graph(AllGather(shard.flatten(0, 1)), group)
@@ -74,7 +76,7 @@ def backward(
     plan: Plan, engine: StepEngine, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor, lse: Tensor,
     delta: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute dq of a chunk's queries, and what they add to the gradients of all rows of the buffer, in lse's
+    """Compute dq of a chunk's queries, and their part of the gradients of all rows of the buffer, in lse's
     dtype: [n, heads, D] and [n, heads, E]."""
     dq = dq_of_one_step(plan, engine, q, lse)
     step = BackwardStep(q, keys, values, dout, lse, delta, _tables(plan, q))
@@ -100,7 +102,7 @@ def send_gradients(plan: Plan, dk: Sequence[Tensor], dv: Sequence[Tensor], k: Te
     if plan.schedule == "allgather":
         return start_in_graph(ReduceScatter(total), group)
     rows = total.unflatten(0, (-1, _batch_of_row(plan, k.shape[0])))
-    length = _own_rows(plan, k)
+    length = _local_rows(plan, k)
     buffer = rows.new_empty(length + sum(plan.fetch.sends), *rows.shape[1:])
     buffer[:length] = rows[:length]
     request = AllToAll(rows[length:], plan.fetch.takes, plan.fetch.sends, buffer[length:])
@@ -108,13 +110,13 @@ def send_gradients(plan: Plan, dk: Sequence[Tensor], dv: Sequence[Tensor], k: Te
 
 
 def land_gradients(plan: Plan, returned: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dk and dv of this rank's shards, in the sums' dtype. Under fetch the returned gradients are
-    added one rank after the other, so that the order of every sum is fixed."""
+    """Return dk and dv of this rank's shards, in the dtype of the buffer. Under fetch the returned gradients
+    are added one rank after the other, so that the order of every sum is fixed."""
     batch = _batch_of_row(plan, k.shape[0])
     rows = returned.unflatten(0, (-1, batch))
     if plan.schedule == "allgather":
         return separate(rows, k)
-    length = _own_rows(plan, k)
+    length = _local_rows(plan, k)
     home = rows[:length].clone()
     for places, part in plan.returned_parts(rows[length:]):
         home[places] += part
@@ -139,6 +141,6 @@ def _batch_of_row(plan: Plan, batch: int) -> int:
     return 1 if plan.schedule == "fetch" and plan.fetch.batched else batch
 
 
-def _own_rows(plan: Plan, k: Tensor) -> int:
+def _local_rows(plan: Plan, k: Tensor) -> int:
     """Return the number of rows of a fetch's buffer that are this rank's shard."""
     return k.shape[2] * (k.shape[0] if plan.fetch.batched else 1)

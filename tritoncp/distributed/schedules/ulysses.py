@@ -1,8 +1,9 @@
 """Ulysses: sequence shards become head shards by an all-to-all, and back (arXiv 2309.14509).
 
-Ranks form rows of ``degree`` neighbours. A row exchanges sequence for heads, so that each of its ranks holds
-all of the row's tokens for some query heads and the KV heads these read; another schedule runs between rows.
-Heads need not divide: cuts are even to within one query head, and a KV head goes to every rank that reads it.
+Ranks form rows of ``degree`` neighbours. A row exchanges sequence for heads, so that each of its ranks has
+all tokens of the row for some query heads and the KV heads that they read; another schedule runs between
+rows. ``degree`` need not divide the heads: ranks differ by at most one query head, and a KV head goes to
+every rank that reads it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Ulysses:
         lse: Tensor, delta: Tensor,
     ) -> Requests[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
         """Compute (dq, dk, dv) of this rank's heads, for all tokens of the row. The received tensors are
-        local and freed before gradients are sent."""
+        freed when it returns, before gradients are sent."""
         stats = torch.stack((lse, delta), -1)
         q_heads, keys, values, whole_dout, whole_stats = yield from exchange.to_heads(
             (q, exchange.q), (k, exchange.kv), (v, exchange.kv), (dout, exchange.q), (stats, exchange.q)
@@ -79,14 +80,14 @@ class Ulysses:
         return (yield from exchange.run_between_rows(computation))
 
     def _schedule_between_rows(self, exchange: HeadExchange) -> Schedule[StepEngine]:
-        """Return the schedule between rows: ``local`` where no row reads keys of another."""
+        """Return the schedule between rows, which is ``local`` if no row reads keys of another."""
         between = self.between
         return local if exchange.plan.derived.reads_only_own_keys and between is not ordered else between
 
 
 def _engine_of_heads(engine: Engine, exchange: HeadExchange) -> StepEngine:
-    """Return the engine for this rank's heads. A rank may hold some of the query heads that share a KV head,
-    so that a step is one launch for each stretch of KV heads with equally many query heads."""
+    """Return the engine for this rank's heads. A rank may have only some of the query heads that share a KV
+    head, so a step is one launch for each stretch of KV heads with the same number of query heads."""
     own = exchange.q.heads[exchange.rank]
     cuts = stretches(own, exchange.group)
     return engine.from_head(own.start) if len(cuts) == 1 else StretchesEngine(engine, own.start, cuts)
@@ -150,8 +151,9 @@ def _cut_step(step: Step, q: slice, kv: slice) -> Step:
 
 @functools.lru_cache(256)
 def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
-    """Cut the query heads ``heads`` of a layer into stretches with equally many query heads for each KV head.
-    Returns (query heads, KV heads) of each stretch, as slices that count from the first head of ``heads``.
+    """Cut the query heads ``heads`` of a layer into stretches in which each KV head has the same number of
+    query heads. Returns (query heads, KV heads) of each stretch, as slices that count from the first head of
+    ``heads``.
 
     group: query heads of the layer that share a KV head
 

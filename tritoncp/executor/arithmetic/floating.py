@@ -193,7 +193,7 @@ def tf32_of(bits: Array) -> Array:
     return (bits & u4(0xFFFFE000)).view(f4)
 
 
-# approximations: accurate to about the last bit, within the errors that PTX documents
+# approximations, accurate to about the last bit and within PTX's documented errors
 
 
 def rsqrt(x: Array) -> Array:

@@ -128,8 +128,8 @@ def add_to_result(product: Array, to: str, summands: tuple[Array, ...] | None) -
 def multiply64(
     threads: Threads, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
 ) -> list[Array]:
-    """Return A × B + C in float64. Registers of A are of one or two groups of eight rows, those of B along
-    K."""
+    """Return A × B + C in float64. Registers of A are in one or two groups of eight rows, registers of B
+    along K."""
     threads.need_warps("mma")
     groups, depth = len(c) // 2, len(b)
     x = np.stack([v.reshape(-1, 8, 4) for v in a], 1)  # [warps, registers, 8, 4]

@@ -155,7 +155,7 @@ formula("F.of_fp8('{of}', {a})", "cvt.rn[.relu].<to:f16x2>.<of:e4m3x2|e5m2x2>")
 @form("cvt.rn[.relu].<to:f16x2|bf16x2>.<of:f32>", "cvt.rn.satfinite[.relu].<to:e4m3x2|e5m2x2>.<of:f32>")
 def narrow(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     """Emit conversions to narrower floats. With relu, sources are clamped first, so that no negative zero
-    remains. Of two sources, the first is the upper half."""
+    remains. The first of two sources is the upper half."""
     if len(i.operands) != (3 if "x2" in m["to"] else 2):
         raise UnsupportedInstruction(f"{i.opcode} of {len(i.operands)} operands")
     x = ", ".join(finish(i, m["of"], w.array(a, NUMPY[m["of"]])) for a in i.operands[1:])

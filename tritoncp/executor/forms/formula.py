@@ -97,8 +97,8 @@ class FormulaOperand(NamedTuple):
 
 
 def words_of(i: Instruction, m: re.Match[str], names: set[str]) -> dict[str, object]:
-    """Return the values of a formula's names from the opcode; for types also bits and the type twice as
-    wide."""
+    """Return the values of a formula's names from the opcode; for types also their bits, and the type of
+    twice the width."""
     choices = m.groupdict()
     words: dict[str, object] = {name: name in i.parts for name in names}
     memory = MEMORIES.get(choices.get("space") or "", "generic")  # generic: the address determines the space
@@ -109,7 +109,8 @@ def words_of(i: Instruction, m: re.Match[str], names: set[str]) -> dict[str, obj
 
 
 def need_all_lanes(w: BlockWriter, i: Instruction, members: Operand) -> None:
-    """Raise UnsupportedInstruction unless all lanes are members of an exchange, as in all code of Triton."""
+    """Raise UnsupportedInstruction unless all lanes take part in an exchange, as in all code that Triton
+    emits."""
     if w.is_register(members) and not i.predicate:
         w.line(f"W.need_every_lane({w.array(members, 'u4')})")
     elif i.predicate or int(str(members), 0) & 0xFFFFFFFF != 0xFFFFFFFF:

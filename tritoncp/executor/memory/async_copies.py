@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 class AsyncCopies:
     """The cp.async unit: data are read when a copy is issued, and written when its thread has waited.
 
-    copies: commit groups; notes of each thread are its index in shared memory, the data, and whether a
+    copies: commit groups, with notes for each thread: its index in shared memory, the data, and whether a
             fence.proxy.async of the thread followed
     """
 
@@ -45,7 +45,7 @@ class AsyncCopies:
         self.copies.add(access.lanes, idx, data, np.zeros(len(access), bool))
 
     def read(self, access: Access, of: Array, nbytes: int, size: Array | None) -> Array:
-        """Return the data of the threads. of, size: of these threads"""
+        """Return the data of the threads. of, size: address and bytes of each thread"""
         data, memory = np.zeros(len(access), UNSIGNED[nbytes]), self.ctas.globals
         rows_read = np.arange(len(access)) if size is None else np.flatnonzero(size)
         if size is not None and (size[rows_read] != nbytes).any():
@@ -60,9 +60,9 @@ class AsyncCopies:
         self.copies.commit(threads.lanes)
 
     def fence(self, threads: Threads) -> None:
-        """`fence.proxy.async` of these threads. It covers copies in progress too: Triton places it before
-        their wait, and CUTLASS has no fence between cp.async and wgmma
-        (sm90_mma_multistage_gmma_ss_warpspecialized), so that hardware needs none after the wait."""
+        """`fence.proxy.async` of these threads. It covers copies in progress too, since hardware needs no
+        fence after their wait: Triton places it before the wait, and CUTLASS has no fence between cp.async
+        and wgmma (sm90_mma_multistage_gmma_ss_warpspecialized)."""
         for lanes, _, _, _, fenced in self.copies.pending:
             fenced[np.isin(lanes, threads.lanes)] = True
 
@@ -75,5 +75,5 @@ class AsyncCopies:
             self.ctas.progress += 1
             shared.mark(idx[fenced], nbytes, WRITTEN)
             shared.mark(idx[~fenced], nbytes, shared.by_threads)
-            tags = clocks.own_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
+            tags = clocks.current_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
             shared.note_writer(idx, nbytes, tags[:, None])

@@ -21,7 +21,7 @@ from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]
 u8 = np.uint64
-SHARED_READ = -2  # reader of a granule that several CTAs read
+SHARED_READ = -2  # the reader that stands for several CTAs
 # Kinds of accesses that do not read, and kinds that write
 BLIND, WRITES = ("store", "TMA store"), ("store", "TMA store", "TMA reduction", "atomic")
 
@@ -61,7 +61,7 @@ class GlobalMemory(Memory):
         number = (address >> REGION_SHIFT & REGION_MASK) - 1
         return self.regions[number].label if 0 <= number < len(self.regions) else None
 
-    # location of accesses
+    # locations of accesses
 
     def places(
         self, access: Access, address: Array, nbytes: int, kind: str
@@ -113,7 +113,8 @@ class GlobalMemory(Memory):
                 yield region, rows, idx
 
     def numbers(self, a: Array) -> Array:
-        """Return the indices of the regions of addresses; without one, by the value of the address."""
+        """Return the indices of the regions of addresses. An address without an index is looked up by its
+        value."""
         numbers = (a >> u8(REGION_SHIFT)).astype(np.int64) - 1
         bare = numbers == -1
         if bare.any():
@@ -121,7 +122,7 @@ class GlobalMemory(Memory):
         return numbers
 
     def fault(self, access: Access, kind: str, a: Array, bad: Array) -> None:
-        """Report the threads of an access with bad addresses, if any."""
+        """Report the threads of an access that have bad addresses."""
         if bad.any():
             address = int(a[np.nonzero(bad)[0][0]])
             text = "" if kind.startswith("misaligned") else self.place(address)
@@ -163,7 +164,7 @@ class GlobalMemory(Memory):
     ) -> None:
         """Record an access, and report races between CTAs, and between warps of a CTA.
 
-        data: values to write; equal values written by several warps are no race
+        data: values to write; several warps may write equal values
         """
         if not self.check or nbytes < self.granule:
             return

@@ -21,9 +21,9 @@ class Memory:
 
     places:       (access, addresses, bytes, kind) -> (access of threads with valid addresses, their place
                   with `views` and `label`, indices in units of bytes)
-    check_read:   (access, place, indices, bytes); check_write: also data and a kind
-    check_atomic: likewise for updates, of which those by several warps are no race
-    note_write:   likewise, called after data were written
+    check_read:   (access, place, indices, bytes); check_write also gets data and a kind
+    check_atomic: like check_write, for updates, which several warps may do at once
+    note_write:   like check_write, called after data were written
     count:        count an access, if the launch counts
     """
 
@@ -37,7 +37,7 @@ class Memory:
     count: Callable[..., None]
 
     def address(self, idx: Array, nbytes: int) -> Array | None:
-        """Return the addresses of units, if their indices determine these."""
+        """Return the addresses of units, if the indices determine them."""
         return None
 
     def load(self, access: Access, address: Array, t: str, n: int) -> list[Array]:

@@ -22,8 +22,8 @@ REGION_SHIFT = 47
 REGION_MASK = 0xFFF
 PLACE_MASK = (1 << REGION_SHIFT) - 1  # bits of the address within the process
 SHARED, PARAMETER, LOCAL = 1 << 59, 1 << 60, 1 << 61
-PAGE = 1 << 18  # bytes of memory whose state begins with the first access to one of them
-# bytes -> NumPy type; those of 16 and 32 bytes are only copied
+PAGE = 1 << 18  # bytes of a page; its state begins with the first access
+# bytes -> NumPy type; types of 16 and 32 bytes are only copied
 UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16", 32: "V32"}
 
 
@@ -34,7 +34,7 @@ def tagged(address: int, region: int) -> int:
 
 @dataclass
 class Extent:
-    """Memory that a launch may access: a tensor's, or the compiler's scratch memory."""
+    """Memory that a launch may access: a tensor, or the compiler's scratch memory."""
 
     start: int
     end: int
@@ -57,9 +57,9 @@ class Region:
     number: index of the region, from 0
     base:   the start rounded down to 32 bytes
     state:  [page, entry] by name, at indices of `touch`. For each granule: writers, the index + 1 of the CTA
-            that wrote it; readers, of that which read it; tags, the tag of its last writer in its CTA
-            (`Clocks`). For each byte, if there is any: holes, bytes between the elements of strided tensors;
-            unwritten, uninitialised bytes
+            that wrote it; readers, likewise; tags, the tag of the last writer in its CTA (`Clocks`). For each
+            byte, if needed: holes, whether it is between elements of strided tensors; unwritten, whether it
+            is uninitialised
     """
 
     def __init__(self, extents: list[Extent], number: int, granule: int, check: bool) -> None:
@@ -72,7 +72,7 @@ class Region:
         self.views = {size: raw.view(t) for size, t in UNSIGNED.items()}
         self.page = max(32, min(self.nbytes, PAGE))
         self.slots = np.full(-(-self.nbytes // self.page), -1)  # index of each page's state; -1: not accessed
-        self.used = self.room = 0  # pages that have a state, and for which there is room
+        self.used = self.room = 0  # number of pages that have a state, and number of pages with room for one
         granules = np.zeros((0, self.page // granule), np.int32)
         self.state = dict.fromkeys(("writers", "readers", "tags"), granules)
         self.elements = self.find_elements()
@@ -132,8 +132,8 @@ class Region:
         return holes
 
     def find_patterns(self) -> list[tuple[int, int, int, int]]:
-        """Return (element size, pattern of uninitialised memory, start, end) of tensors that may have it; of
-        overlapping tensors, the widest dtype counts."""
+        """Return (element size, pattern of uninitialised memory, start, end) of tensors that may have the
+        pattern. For overlapping tensors, the widest dtype counts."""
         found = []
         for e in self.extents:
             pattern = None if e.tensor is None else pattern_of(e.tensor.dtype)

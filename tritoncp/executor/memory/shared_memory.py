@@ -1,5 +1,5 @@
-"""Shared memory of CTAs, and its shadow: which bytes are written, and by whom written and read. Local memory
-is the same for each thread."""
+"""Shared memory of CTAs, and its shadow: which bytes were written, and which agents wrote and read them.
+Local memory is treated the same way, per thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUSY = {value: text for value, text in REASONS.items() if value != UNWRITTEN}
 
 
 @functools.cache
-def in_every_byte(value: int, nbytes: int) -> Any:
+def repeat_bytes(value: int, nbytes: int) -> Any:
     return np.frombuffer(bytes([value] * nbytes), UNSIGNED[nbytes])[0]
 
 
@@ -103,7 +103,7 @@ class SharedMemory(Memory):
             return
         wide = min(nbytes, 8)
         state = self.states[wide].reshape(-1, nbytes // wide)[idx]
-        good = (state == in_every_byte(WRITTEN, wide)) | (state == in_every_byte(BY_THREADS, wide))
+        good = (state == repeat_bytes(WRITTEN, wide)) | (state == repeat_bytes(BY_THREADS, wide))
         if not good.all():
             state = np.where(access.used_bytes(nbytes), self.state.reshape(-1, nbytes)[idx], u1(WRITTEN))
             self.report_state(access, "read", state, self.address(idx, nbytes), REASONS)
@@ -154,14 +154,14 @@ class SharedMemory(Memory):
             self.granules(nbytes).writer[idx] = tag
 
     def mark(self, idx: Array, nbytes: int, value: int) -> None:
-        self.states[nbytes][idx] = in_every_byte(value, nbytes)
+        self.states[nbytes][idx] = repeat_bytes(value, nbytes)
 
     def expect_copy(self, idx: Array, nbytes: int, tag: Array) -> None:
         """Record a copy in progress, and overwrite its destination, so that early use also changes
         results."""
         self.mark(idx, nbytes, ON_ITS_WAY)
         self.note_writer(idx, nbytes, tag)
-        self.views[nbytes][idx] = in_every_byte(0xFF, nbytes)
+        self.views[nbytes][idx] = repeat_bytes(0xFF, nbytes)
 
     # matrices
 
@@ -223,7 +223,7 @@ class SharedMemory(Memory):
 
     def note_async_reader(self, idx: Array, clock: Array, agent: Array | int) -> None:
         """Tag 16-byte units with the asynchronous unit that reads them; the previous reader becomes the
-        second."""
+        second reader."""
         self.granules(16).note_reader(idx, ((clock << SHIFT) | agent).astype(np.int32)[:, None])
 
 

@@ -13,13 +13,13 @@ ALLOCATIONS = (
     *((torch, name) for name in ("empty", "empty_like", "empty_strided", "empty_permuted")),
     *((torch.Tensor, name) for name in ("new_empty", "new_empty_strided")),
 )
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # types by size in bytes
 
 
 def pattern_of(dtype: torch.dtype) -> int | None:
     """Return the bits of an uninitialised element: a NaN that no arithmetic produces, or a huge integer.
 
-    None for dtypes in which all values are common: bool, 8 bits, and 16-bit integers.
+    None for dtypes without a rare value: bool, 8 bits, and 16-bit integers.
     """
     size = dtype.itemsize
     if size in INTEGERS and (size > 2 or dtype.is_floating_point):
@@ -38,7 +38,8 @@ def fill(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def filled_allocations() -> Iterator[None]:
-    """Context in which torch's functions for uninitialised memory fill their results with the pattern."""
+    """Make torch's functions for uninitialised memory fill their results with the pattern, in a ``with``
+    block."""
 
     def filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate_filled(*arguments: Any, **keywords: Any) -> torch.Tensor:

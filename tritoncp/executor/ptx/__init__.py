@@ -1,1 +1,1 @@
-"""PTX: parser to basic blocks of instructions, and translation of these to Python source."""
+"""PTX: a parser that makes basic blocks of instructions, and their translation to Python source."""

@@ -88,8 +88,8 @@ class BlockWriter:
         return f"t{self.temporaries}"
 
     def once(self, key: tuple[Any, ...], registers: list[Operand], expression: str) -> str:
-        """Return a variable with the value of an expression, which is reused until one of its registers
-        changes."""
+        """Return a variable with the value of an expression. The variable is reused until one of its
+        registers changes."""
         versions = tuple(self.versions.get(r, 0) for r in registers if isinstance(r, str))
         full = (*key, *map(str, registers), *versions)
         if full not in self.memo:
@@ -224,7 +224,7 @@ class BlockWriter:
     def write_each(
         self, registers: Sequence[Operand], types: list[str], expression: str, i: Instruction
     ) -> None:
-        """Assign a list of arrays to registers; the last type is also for all that follow."""
+        """Assign a list of arrays to registers; the last type also holds for all further registers."""
         out = self.temporary(expression)
         for n, (register, t) in enumerate(zip(registers, types + types[-1:] * len(registers))):
             self.write(register, t, f"{out}[{n}]", i)

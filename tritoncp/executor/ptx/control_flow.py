@@ -1,9 +1,9 @@
-"""Analysis of control flow: live registers between blocks, and the order in which divergent threads
+"""Analysis of control flow: live registers between blocks, and an order of blocks in which divergent threads
 reconverge."""
 
 from __future__ import annotations
 
-import networkx  # torch depends on it
+import networkx  # a dependency of torch
 
 from tritoncp.executor.ptx.instruction import Kernel
 from tritoncp.executor.ptx.opcodes import reads_and_writes

@@ -1,19 +1,20 @@
 """Static check for uses of registers that an asynchronous instruction still writes.
 
 It covers every path through the program: accumulators of `wgmma.mma_async` until a `wgmma.wait_group` that
-covers them. A copy (`mov`) has the state of its source, as the compiler may rename registers before the wait.
+covers them. A copy (`mov`) has the state of its source, since the compiler may rename registers before the
+wait.
 
 Results of `tcgen05.ld` may be used before `tcgen05.wait::ld`: the dependence of registers orders them (PTX
 ISA, "Register dependency, same thread"), and code of Triton 3.9 relies on that (triton#11464). The wait
 orders the read of tensor memory before what overwrites or frees it, which `TensorMemory` checks.
 
 Products also need a `wgmma.fence` after other writes of their registers. For accumulators it has to follow
-the last write. For operands A in registers, one after the previous group of products is enough: LLVM packs
-them after the fence of their own group, and ptxas preserves this order. LLVM also copies one register to
-several accumulators after the fence, if these have the same initial value; ptxas moves these copies before
-the machine code's fence (`WARPGROUP.ARRIVE`), or makes them RZ if the value is 0 (seen in the output of ptxas
-of Triton 3.7.1 for `forward_kernel` and `dq_kernel` with one key). So a copy of a register that was last
-written before the fence is not a write to an accumulator.
+the last write. For operands A in registers, a fence after the previous group of products is enough: LLVM
+packs them after the fence of their group, and ptxas preserves this order. LLVM also copies one register to
+several accumulators after the fence, if they have the same initial value; ptxas moves the copies before the
+machine code's fence (`WARPGROUP.ARRIVE`), or makes them RZ if the value is 0 (seen in the output of ptxas of
+Triton 3.7.1 for `forward_kernel` and `dq_kernel` with one key). So a copy of a register that was last written
+before the fence does not count as a write to an accumulator.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def early_uses(kernel: Kernel) -> list[tuple[Instruction, str]]:
 
 
 def merge(before: State | None, new: State) -> State:
-    """Merge the states of two paths; for a register of two products the younger one counts."""
+    """Merge the states of two paths; for a register of two products, the later product counts."""
     merged = dict(before or {})
     for r, age in new.items():
         merged[r] = min(age, merged.get(r, age))
@@ -107,7 +108,7 @@ class Rules:
         return None
 
     def issue(self, state: State, i: Instruction) -> str | None:
-        """Update the state by a product, whose accumulators may be those of earlier products."""
+        """Update the state by a product; earlier products may have the same accumulators."""
         accumulators, fragments = self.parts(i)
         ages = {state[r] for r in accumulators if r in state}
         busy = any(state.get(r, FRESH) < FRESH for r in fragments)

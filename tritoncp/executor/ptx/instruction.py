@@ -45,8 +45,8 @@ def items_of(operand: Operand) -> tuple[Operand, ...]:
 class Instruction:
     """A PTX instruction.
 
-    opcode:      with all modifiers, as `add.rn.f32`
-    predicate:   its guard, a register with or without negation, or None
+    opcode:      with all modifiers, for example `add.rn.f32`
+    predicate:   guard of the instruction, a register with or without negation, or None
     line:        line in the PTX
     source:      `file:line` of the kernel's Python source
     used_bytes:  mask of the bytes of a load that the program uses, if the compiler declares it

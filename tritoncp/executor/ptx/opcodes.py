@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tritoncp.executor.ptx.instruction import Address, Instruction, Operand, items_of
 
 Emit = Callable[..., None]  # (block_writer.BlockWriter, instruction, match of its template) -> None
-CARRY = "%carry"  # the carry flag, as a register
+CARRY = "%carry"  # the carry flag counts as a register
 
 
 class UnsupportedInstruction(NotImplementedError):
@@ -87,7 +87,7 @@ def registers_of(operand: Operand, registers: dict[str, int]) -> list[str]:
 
 def reads_and_writes(i: Instruction, registers: dict[str, int]) -> tuple[list[str], list[str]]:
     """Return (registers that an instruction reads, registers that it writes). With a predicate, it also reads
-    those that it writes, since their values may remain."""
+    the registers that it writes, since they may keep their values."""
     entry, _ = form_of(i.opcode)
     writes: list[str] = []
     rest = i.operands

@@ -1,5 +1,5 @@
-"""Parser from PTX text to a kernel of basic blocks. Function calls, which in Triton are never recursive, are
-inlined."""
+"""Parser of PTX text, which makes a kernel of basic blocks. Function calls are inlined; Triton emits no
+recursion."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def parse_ptx(text: str) -> Kernel:
 
 
 class PtxFunction(NamedTuple):
-    """A function's text, and its parameters and results as (name, type), the type `STRUCTURE` among them."""
+    """A function's text, and its parameters and results as (name, type), where the type may be
+    `STRUCTURE`."""
 
     kind: str
     name: str
@@ -204,7 +205,7 @@ class Body:
             self.registers[unique] = WIDTHS[kind]
 
     def part_of(self, structure: str, offset: int, width: int) -> str:
-        """Return the register of a part of a structure; a first use makes it."""
+        """Return the register of a part of a structure, which is made at its first use."""
         parts = self.structures[structure]
         if offset not in parts:
             parts[offset] = self.unique("%u")
@@ -217,7 +218,8 @@ class Body:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), name)
 
     def label(self, name: str) -> str:
-        """Return the unique name of a label in the innermost scope that defines it, possibly later."""
+        """Return the unique name of a label in the innermost scope that defines it, before or after this
+        place."""
         if self.resolve(name) == name:
             self.scopes[0 if name.startswith("$") else -1][name] = self.unique(name)
         return self.resolve(name)
@@ -303,7 +305,7 @@ class Body:
         if guard or function is None or parts:
             raise PtxSyntaxError(f"line {line}: call {text}, of a function that the module does not define")
         end, source, before = Label(self.unique("end")), self.source, len(self.statements)
-        inside = [f"%u@{self.names + 1 + n}" for n in range(len(actuals) + len(results))]  # declared first
+        inside = [f"%u@{self.names + 1 + n}" for n in range(len(actuals) + len(results))]  # to declare first
         outside = list(map(self.resolve, (*actuals, *results)))
         if not self.structures.keys().isdisjoint(outside[: len(actuals)]):
             raise PtxSyntaxError(f"line {line}: call {text}, with a structure as an argument")

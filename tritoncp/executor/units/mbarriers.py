@@ -19,14 +19,15 @@ Key = tuple[int, int]  # (CTA, offset in its shared memory)
 
 @dataclass
 class Mbarrier:
-    """An mbarrier. arriving: joined clocks of this phase's arrivals; done: of those of earlier phases."""
+    """An mbarrier. arriving: joined clocks of this phase's arrivals; done: joined clocks of earlier
+    phases."""
 
     expected: int
-    left: int  # missing arrivals
+    left: int  # number of missing arrivals
     initialiser: tuple[int, int]  # (warp, its clock)
     arriving: Array
     done: Array
-    nbytes: int = 0  # expected from copies
+    nbytes: int = 0  # bytes expected from copies
     phase: int = 0
     waiters: dict[int, int] = field(default_factory=dict)  # warp -> clock
     looked: set[int] = field(default_factory=set)  # warps whose first test failed
@@ -123,14 +124,14 @@ class Mbarriers:
     def wait(self, access: Access, address: Array, parity: Array) -> Array:
         """Return whether the phase of a parity is complete.
 
-        The first test by each warp fails, and asynchronous operations complete at the second, so that a
-        kernel that does not repeat the test until it succeeds is seen to use incomplete data.
+        The first test by each warp fails, and asynchronous operations complete at the second test. This
+        exposes kernels that do not repeat the test until it succeeds, and use incomplete data.
         """
         out = np.zeros(access.threads.count, bool)
         for key, part in self.keys(access, address):
             b = self.find(part, key)
             if self.ctas.launch.check:
-                part = self.second_looks(b, part)
+                part = self.retesting_threads(b, part)
             if not len(part):
                 continue
             self.ctas.tma.finish_loads(key, b)
@@ -140,7 +141,7 @@ class Mbarriers:
             self.learn(key, b, np.unique(part.warp[passed]), np.unique(part.warp))
         return out
 
-    def second_looks(self, b: Mbarrier, access: Access) -> Access:
+    def retesting_threads(self, b: Mbarrier, access: Access) -> Access:
         """Return the threads whose warps have tested before."""
         first = [w for w in np.unique(access.warp).tolist() if w not in b.looked]
         self.ctas.progress += len(first)

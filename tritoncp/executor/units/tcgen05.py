@@ -40,7 +40,7 @@ class ProductShape(NamedTuple):
     b: str
     flip_a: bool
     flip_b: bool
-    half_result: bool  # float16 in the lower halves of columns, else float32
+    half_result: bool  # results: float16 in the lower halves of columns, else float32
 
 
 def shape_of(descriptor: int, kind: str, site: int) -> ProductShape:
@@ -115,6 +115,8 @@ class Tcgen05:
         else:
             left = self.operand(access, a, shape.m, shape.k, shape.a, shape.flip_a)
         right = self.operand(access, b, shape.n, shape.k, shape.b, shape.flip_b)
+        if self.ctas.counts is not None:
+            self.ctas.counts.product(2 * shape.m * shape.n * shape.k * len(cta))
         cells = self.cells(access, d, shape.n, shape.m, "the result")
         out = np.matmul(left, right.transpose(0, 2, 1)).reshape(len(cta), 4, shape.m // 4, shape.n)
         if self.ctas.launch.check:
@@ -196,6 +198,7 @@ class Tcgen05:
             clock = int(self.opened[cta]) or int(self.ctas.clocks.last[cta, self.ctas.clocks.tensor])
             self.opened[cta] = 0
             self.commits.setdefault(cta, []).append((clock, offset))
+            self.ctas.progress += 1  # also without a product before it: it ends in an arrival
 
     def will_arrive(self, key: Key) -> bool:
         return any(offset == key[1] for _, offset in self.commits.get(key[0], ()))

@@ -36,7 +36,7 @@ class TensorMemory:
         self.shadow = no_accesses("tensor", self.ctas.clocks, cells)
         self.allocated = np.zeros((self.ctas.n, COLUMNS), bool)
         self.permit = np.ones(self.ctas.n, bool)
-        self.accesses = {what: CommitGroups(self.ctas.count) for what in ("ld", "st")}  # with their cells
+        self.accesses = {what: CommitGroups(self.ctas.count) for what in ("ld", "st")}  # and their cells
         self.ready = True
 
     def columns(self, x: Array) -> Array:
@@ -76,7 +76,7 @@ class TensorMemory:
             if not free:
                 kind = "deadlock: tcgen05.alloc waits for tensor memory that nobody frees"
                 raise CannotContinue(kind, access.site)
-            base = free[-1]  # not column 0, so that a kernel that does not add it is detected
+            base = free[-1]  # not column 0, to detect kernels that do not add the column
             self.allocated[cta, base : base + columns] = True
             self.columns(self.state)[cta, :, :, base : base + columns] = 0
             self.columns(self.data)[cta, :, :, base : base + columns] = 0xFFFFFFFF
@@ -84,7 +84,7 @@ class TensorMemory:
         shared = self.ctas.shared
         idx = shared.locate(lead, at, 4, "tcgen05.alloc")
         shared.write(lead, shared, idx, 4, bases, "tcgen05.alloc")
-        shared.mark(idx, 4, SHARED_WRITTEN)  # not by a store, which would need a fence
+        shared.mark(idx, 4, SHARED_WRITTEN)  # not with a store, which would need a fence
 
     def free(self, access: Access, base: Array, columns: int) -> None:
         self.prepare()
@@ -156,8 +156,8 @@ class TensorMemory:
         idx = self.cells(access, address, shape, n, apart)
         if self.ctas.launch.check and len(access):
             state = self.state[idx]
-            # Triton may load before a loop that does not run, without using the values: a CTA that has
-            # written none of these cells reads poison, without a fault; in results it would be visible.
+            # Triton may load before a loop that does not run, and not use the values. So a CTA that has
+            # written none of these cells reads poison, without a fault; poison is visible in results.
             written = (state & WRITTEN) != 0
             has_written = np.bincount(access.cta, written.sum(1), self.ctas.n) > 0
             missing = ~written & has_written[access.cta][:, None]
@@ -197,7 +197,7 @@ class TensorMemory:
         """`tcgen05.wait::ld` or `::st`: complete the accesses of these threads."""
         self.prepare()
         for lanes, done in self.accesses[what].wait(threads.lanes, left=-1):
-            tags = self.ctas.clocks.own_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
+            tags = self.ctas.clocks.current_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
             if what == "st":
                 self.state[done] &= ~STORING
                 self.shadow.writer[done] = tags[:, None]

@@ -35,7 +35,7 @@ ELEMENTS = {
     10: ("u2", "bf16", 0x7FFF),
 }
 
-MODES = (("interleave_layout", 0), ("swizzle_mode", 0), ("fill_mode", 0))  # none where memory is 0
+MODES = (("interleave_layout", 0), ("swizzle_mode", 0), ("fill_mode", 0))  # none if memory is 0
 
 
 @dataclass
@@ -77,7 +77,7 @@ class TensorMap:
 
 
 class Box(NamedTuple):
-    """A box that one thread copies: addresses of its elements, which of them are inside the tensor, and its
+    """A box that one thread copies: addresses of its elements, whether each is inside the tensor, and its
     16-byte units of shared memory."""
 
     one: Access
@@ -97,7 +97,7 @@ class Tma:
         self.ctas = ctas
         self.arriving: dict[Key, list[tuple[Array, Array, int, int]]] = {}
         self.drafts: dict[Key, dict[tuple[str, int], int]] = {}
-        self.stores = CommitGroups(ctas.count)  # notes are clocks
+        self.stores = CommitGroups(ctas.count)  # the notes are clocks
 
     # descriptors
 
@@ -192,7 +192,7 @@ class Tma:
         return data
 
     def observe(self, one: Access, region: Region, idx: Array, size: int, data: Array | None = None) -> None:
-        """Report races of an access to elements; if these are smaller than granules, only for full
+        """Report races of an access to elements; if elements are smaller than granules, only for full
         granules."""
         memory = self.ctas.globals
         if size < memory.granule:

@@ -27,7 +27,7 @@ class Wgmma:
 
     products:  commit groups by the first lane of a warpgroup, with clocks
     registers: for each warpgroup, the counts of setmaxnreg in order
-    settings:  for each warp, how many of these it has set
+    settings:  for each warp, how many of these counts it has set
     """
 
     def __init__(self, ctas: Ctas) -> None:
@@ -123,7 +123,7 @@ class Wgmma:
 
     def wait(self, threads: Threads, left: int) -> None:
         """Wait until at most the `left` newest groups of each warp's part of the products are in progress.
-        (Other warps of its warpgroup may still read operands.)"""
+        (Other warps of the warpgroup may still read operands.)"""
         threads.need_groups("wgmma.wait_group")
         clocks = self.ctas.clocks
         complete = self.products.wait(threads.lanes, left)

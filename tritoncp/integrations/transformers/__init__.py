@@ -1,4 +1,4 @@
-"""Attention, sharded batches and a Trainer for models of Hugging Face transformers (tested with 5.23).
+"""Attention, sharded batches and a Trainer for models of Hugging Face transformers (5.23 and 5.24).
 
 >>> from tritoncp.integrations.transformers import register
 >>> register()  # then attn_implementation="tritoncp"

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tritoncp.api.attention import flex_attention
-from tritoncp.api.validate import MAX_HEAD_DIM
+from tritoncp.call.validate import MAX_HEAD_DIM
 from tritoncp.integrations.transformers.calls import watch_calls
 from tritoncp.integrations.transformers.graph import (
     checked_plan,
@@ -34,7 +34,7 @@ from tritoncp.masks.named import softcap as softcap_mod
 from tritoncp.masks.varlen import varlen
 from tritoncp.planning.plan import Plan
 
-# Modules of transformers that have a dict from names of implementations to classes of attention.
+# Modules with a dict from names of implementations to classes of attention, in some release of transformers.
 TABLES = (
     "bark.modeling_bark", "data2vec.modeling_data2vec_vision", "deepseek_ocr2.modeling_deepseek_ocr2",
     "falcon.modeling_falcon", "git.modeling_git", "gpt_neo.modeling_gpt_neo", "gptj.modeling_gptj",
@@ -44,18 +44,7 @@ TABLES = (
 
 
 def register(name: str = "tritoncp") -> None:
-    """Register the attention function and its mask function with transformers, both under ``name``.
-
-    Select it by ``attn_implementation=name``, or ``model.set_attn_implementation(name)``. Sinks, soft
-    capping, windows, chunks, packed documents, padding and ``cu_seq_lens_q`` have the meaning of
-    transformers' own implementations; keys and values are not repeated for query heads. Queries
-    [B, Hq, S, D] in bf16, fp16 or fp32, on GPUs and CPUs; out is [B, S, Hq, E]. The model runs on one process
-    without other changes, and on the ranks of a mesh with the batches of :func:`shard_batch`. A second call
-    has no effect.
-
-    The model raises ValueError for attention dropout in training. On several ranks the calls of all models of
-    transformers are checked: they raise for a shard without its plan, and for labels beside it. A model with
-    attention code of its own runs that code, as with "eager".
+    """Register tritoncp's attention with transformers, for ``attn_implementation="tritoncp"``.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,19 +53,35 @@ def register(name: str = "tritoncp") -> None:
     ...                      num_attention_heads=2, num_key_value_heads=1, attn_implementation="tritoncp")
     >>> LlamaForCausalLM(config)(torch.arange(24)[None]).logits.shape
     torch.Size([1, 24, 32])
+
+    A loaded model takes it too: ``model.set_attn_implementation("tritoncp")``. Sinks, soft capping, windows,
+    chunks, packed documents, padding and ``cu_seq_lens_q`` have the same meaning as in transformers'
+    implementations; keys and values are not repeated for query heads. Queries are [B, Hq, S, D] in bf16, fp16
+    or fp32, on GPUs and CPUs; out is [B, S, Hq, E]. The model runs on one process without other changes, and
+    on the ranks of a mesh with the batches of :func:`shard_batch`. A second call of register has no effect.
+
+    The model raises ValueError for attention dropout in training. On several ranks the calls of all models of
+    transformers are checked: they raise for a shard without its plan, and for labels beside a plan. A model
+    that has custom attention code runs that code, as with "eager".
+
+    Args:
+        name: name of the attention function and of its mask function in transformers.
+
+    Returns:
+        None.
     """
     watch_calls(name)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, create_mask)
     for module in TABLES:
-        with suppress(ImportError):  # other versions of transformers lack this module
+        with suppress(ImportError):  # some versions of transformers do not have this module
             for table, classes in vars(import_module(f"transformers.models.{module}")).items():
                 if table.endswith("_ATTENTION_CLASSES"):
                     classes[name] = classes["eager"]
 
 
 def is_registered(name: str | None) -> bool:
-    """Return whether the name of an attention implementation is one that :func:`register` added."""
+    """Return whether :func:`register` added the attention implementation of this name."""
     return AttentionInterface().get(name) is attention_forward
 
 
@@ -159,7 +164,7 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
-_softcap = cache(softcap_mod)  # one function object per cap
+_softcap = cache(softcap_mod)  # the same function for each cap
 
 
 def _add_bias(bias: Tensor, inner: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
@@ -225,8 +230,8 @@ def _attend_one_query(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None,
     scaling: float | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of one query per sequence by torch's scaled_dot_product_attention; with softcap or
-    sinks by the model's own eager attention. visible: bool [B or 1, 1, 1, S_kv]; None: all keys"""
+    """Compute attention of one query per sequence by torch's scaled_dot_product_attention, or with softcap or
+    sinks by the model's eager attention. visible: bool [B or 1, 1, 1, S_kv]; None: all keys"""
     if softcap is None and sinks is None:
         grouped = query.shape[1] != key.shape[1]
         return torch.nn.functional.scaled_dot_product_attention(

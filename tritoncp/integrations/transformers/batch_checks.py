@@ -1,4 +1,4 @@
-"""Checks of a batch and its model before :func:`shard_batch`: what a rank could not compute is refused."""
+"""Checks of a batch and its model before :func:`shard_batch`, which refuse what a rank cannot compute."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from tritoncp.api.trees import PackedTree
 from tritoncp.integrations.transformers.attention import is_registered
 from tritoncp.integrations.transformers.calls import refuse_arguments
 from tritoncp.integrations.transformers.model_classes import (
@@ -16,7 +17,7 @@ from tritoncp.integrations.transformers.model_classes import (
     adds_features_to_layers,
     computes_attention_itself,
     counts_positions_of_images,
-    has_loss_of_its_own,
+    has_custom_loss,
     has_sparse_layers,
     is_recurrent,
     may_be_recurrent,
@@ -27,13 +28,13 @@ from tritoncp.integrations.transformers.model_classes import (
 )
 from tritoncp.integrations.transformers.plans import OWN_LOSS
 
-# Kinds of layers other than attention, or with another part besides it.
+# Kinds of layers that are not attention, or not only attention.
 OTHER_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-# Inputs whose embeddings the model puts in the places of tokens.
+# Inputs whose embeddings replace embeddings of tokens.
 FEATURES = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
-# Inputs that describe the whole sequence: the plan contains them, the model does not get them.
+# Inputs that describe the whole sequence. The plan contains them; the model does not get them.
 CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# Names with a meaning in a batch, other than those of CONSUMED.
+# Names that have a meaning in a batch, besides CONSUMED.
 NAMES = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "num_items_in_batch")
 
 
@@ -51,7 +52,7 @@ def check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTraine
             "config is of an encoder-decoder model, where queries and keys have different lengths: run it on "
             "whole sequences, without shard_batch"
         )
-    other_kinds = set(getattr(text, "layer_types", None) or ()) & OTHER_LAYERS
+    other_kinds = OTHER_LAYERS.intersection(_layer_types(text))
     if model is None and (other_kinds or may_be_recurrent(text) or may_convolve(text)):
         raise ValueError(
             f"models of {type(text).__name__} have layers other than attention "
@@ -61,8 +62,8 @@ def check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTraine
     modules = model.modules() if model is not None and may_be_recurrent(text) else ()
     if computes_attention_itself(text) and not any(map(is_recurrent, modules)):
         raise ValueError(
-            f"models of {type(text).__name__} compute attention or its mask by code of their own, which "
-            "would see a shard alone: run them on whole sequences, without shard_batch"
+            f"models of {type(text).__name__} compute attention or its mask by custom code, which would see "
+            "only a shard: run them on whole sequences, without shard_batch"
         )
     if hasattr(config, "patching_mode"):
         raise ValueError(
@@ -92,11 +93,11 @@ def check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTraine
 
 
 def check_names(batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None) -> None:
-    """Raise ValueError for a name in the batch that is almost one with a meaning: it would have none."""
+    """Raise ValueError for a name in the batch that is nearly a known name, and would be ignored."""
     given = {name for name, x in batch.items() if x is not None}
     names = [
         name for name in (*NAMES, *CONSUMED) if not name.startswith("max_length")
-    ]  # read by kernels only
+    ]  # only kernels read these
     for name in sorted(given.difference(CONSUMED, NAMES)):
         meant = difflib.get_close_matches(name, names, 1, cutoff=0.78)
         if meant and name not in names_of_arguments(config, model):
@@ -141,8 +142,49 @@ def check_shardable(batch: Mapping[str, Any], config: PreTrainedConfig, model: n
             f"from inputs_embeds: pass position_ids [{axes}, B, S], model.get_rope_index(...)[0]; or [B, S] "
             "for texts"
         )
-    if batch.get("labels") is not None and has_loss_of_its_own(config, model):
+    if batch.get("labels") is not None and has_custom_loss(config, model):
         raise ValueError(
             f"labels: the model of {type(config).__name__} computes its own loss, which on a rank would be "
             f"that of its shard alone: {OWN_LOSS}"
         )
+
+
+def check_tree(
+    batch: Mapping[str, Any], tree: PackedTree, config: PreTrainedConfig, model: nn.Module | None
+) -> None:
+    """Raise ValueError for a batch that is not the row of a prefix tree, and for models that cannot see
+    trees."""
+    reason = why_no_trees(config, model)
+    if reason:
+        raise ValueError(f"tree: {reason}: pass the trajectories as packed documents, without tree=")
+    tokens = batch.get("input_ids")
+    if tokens is None or tokens.shape != (1, len(tree.tokens)):
+        shape = "missing" if tokens is None else str(list(tokens.shape))
+        raise ValueError(
+            f"input_ids is {shape}; the tokens of the tree, tree.tokens[None], are needed: here "
+            f"[1, {len(tree.tokens)}]"
+        )
+    given = {name for name, x in batch.items() if x is not None}
+    other = given.intersection((*CONSUMED, "position_ids", "labels"))
+    if other:
+        raise ValueError(
+            f"the batch has {', '.join(sorted(other))} beside a tree, which has positions and no padding, "
+            "and whose labels no shift by rows gives: omit them, and pass shift_labels, the label of each row"
+        )
+
+
+def why_no_trees(config: PreTrainedConfig, model: nn.Module | None) -> str:
+    """Return the reason why the models of a config cannot have a prefix tree as a row, or ""."""
+    text = config.get_text_config()
+    name = f"models of {type(text).__name__}"
+    if may_be_recurrent(text) or may_convolve(text) or OTHER_LAYERS.intersection(_layer_types(text)):
+        return f"{name} have layers that read the tokens of a row in their order"
+    if getattr(text, "attention_chunk_size", None):
+        return f"{name} attend within chunks of a row"
+    if not takes_positions(text, model) or position_axes(text) > 1:
+        return f"{name} have no argument position_ids [B, S]"
+    return ""
+
+
+def _layer_types(text: PreTrainedConfig) -> tuple[str, ...]:
+    return tuple(getattr(text, "layer_types", None) or ())

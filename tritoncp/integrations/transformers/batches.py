@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, masking_utils
 from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
+from tritoncp.api.trees import PackedTree
 from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Compared, Text, fact, together
@@ -25,6 +26,7 @@ from tritoncp.integrations.transformers.batch_checks import (
     check_config,
     check_names,
     check_shardable,
+    check_tree,
 )
 from tritoncp.integrations.transformers.calls import note_shard
 from tritoncp.integrations.transformers.masks import ModelMask, create_mask
@@ -34,16 +36,20 @@ from tritoncp.integrations.transformers.model_classes import (
     position_axes,
     unwrap_model,
 )
-from tritoncp.integrations.transformers.plans import ContextParallelPlan, create_layer_mask
+from tritoncp.integrations.transformers.plans import (
+    IGNORED,
+    ContextParallelPlan,
+    create_layer_mask,
+    create_tree_mask,
+)
 from tritoncp.integrations.transformers.whole_sequences import hook_layers
 from tritoncp.masks.block_runs import content
+from tritoncp.masks.prefix_tree import tree as tree_mask
 from tritoncp.masks.varlen import Documents
 from tritoncp.planning import ScheduleName
 from tritoncp.planning.balance import BalancerName
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
-
-IGNORED = -100  # the label that transformers' losses ignore
 
 
 @group_call
@@ -55,31 +61,9 @@ def shard_batch(
     balancer: BalancerName | Balancer | None = "ptrr",
     schedule: ScheduleName = "auto",
     BLOCK_SIZE: int | tuple[int, int] = 128,
+    tree: PackedTree | None = None,
 ) -> dict[str, Any]:
     """Return this rank's shard of a global batch, with its plans, as keyword arguments of the model.
-
-    batch: equal on all ranks of the mesh. ``input_ids`` int64 [B, S] or ``inputs_embeds`` [B, S, E];
-    ``labels`` [B, S], not shifted; ``position_ids`` [B or 1, S], which restart at 0 in each packed document,
-    or [axes, B, S] for models with positions of images, the text's first where documents are packed; or
-    ``cu_seq_lens_q`` [documents + 1] for one row; or ``attention_mask`` [B, S], 0 at padding. Other tensors
-    [B, S, ...] are sharded too; all other values are passed through.
-    config: the model's config; or the model itself, which is needed for recurrent or convolutional layers
-    (Mamba, gated delta nets): these then gather their inputs to whole sequences, run on each document alone,
-    and shard their outputs. Each kind of layer (``layer_types``, ``sliding_window``, chunks, bidirectional)
-    gets a plan; all plans have one placement.
-    mesh, balancer, schedule: see :func:`tritoncp.make_plan`; mesh None: one process, without communication,
-    with a warning in a world of several ranks.
-    BLOCK_SIZE: tokens per block of the placement.
-
-    Returns a dict for ``model(**batch)``: tensors [B, S_local], of equal length on all ranks;
-    ``shift_labels``, shifted before sharding (``labels`` is there only so that the model computes a loss);
-    ``num_items_in_batch``, the number of labels in the whole batch, so that the losses of all ranks add up to
-    the mean loss, and gradients are those of this sum; ``context_parallel``, plans and mesh.
-
-    Raises ValueError for tensors that do not fit, names that differ from these by a letter, an attention_mask
-    together with restarting position_ids, images and audio on several ranks, a config with another attention
-    implementation, models that compute attention themselves, and a config without the model if it has
-    recurrent layers; RuntimeError on all ranks if one of them fails, or their token ids differ.
 
     >>> from transformers import LlamaConfig
     >>> from tritoncp.integrations.transformers import register
@@ -89,6 +73,40 @@ def shard_batch(
     >>> batch = shard_batch({"input_ids": tokens, "labels": tokens}, config)
     >>> batch["shift_labels"].tolist(), int(batch["num_items_in_batch"])
     ([[1, 2, 3, 4, 5, -100]], 5)
+
+    Args:
+        batch: the whole batch, equal on all ranks of the mesh. ``input_ids`` int64 [B, S] or
+            ``inputs_embeds`` [B, S, E]; ``labels`` [B, S], not shifted; ``position_ids`` [B or 1, S], which
+            restart at 0 in each packed document, or [axes, B, S] for models with positions of images, the
+            text's first if documents are packed; or ``cu_seq_lens_q`` [documents + 1] for one row; or
+            ``attention_mask`` [B, S], 0 at padding. Other tensors [B, S, ...] are sharded too; all other
+            values are passed on.
+        config: the model's config; or the model itself, which is needed for recurrent or convolutional layers
+            (Mamba, gated delta nets): these then gather their inputs to whole sequences, run on each document
+            alone, and shard their outputs. Each kind of layer (``layer_types``, ``sliding_window``, chunks,
+            bidirectional) gets a plan; all plans have one placement.
+        mesh: DeviceMesh or process group of the ranks that share the batch; None: this process alone, with a
+            warning in a world of several ranks.
+        balancer: see :func:`tritoncp.make_plan`.
+        schedule: see :func:`tritoncp.make_plan`.
+        BLOCK_SIZE: tokens per block of the placement.
+        tree: the prefix tree whose tokens are ``input_ids`` [1, S], of :func:`tritoncp.pack_trajectories`:
+            each token sees its path, windows count along it, and positions are depths. Pass
+            ``shift_labels``, the label of each row, instead of ``labels``, which would be shifted by rows.
+            Only for models of attention layers.
+
+    Returns:
+        A dict for ``model(**batch)``: tensors [B, S_local], of equal length on all ranks; ``shift_labels``,
+        shifted before sharding (``labels`` is there only so that the model computes a loss);
+        ``num_items_in_batch``, the number of labels in the whole batch, so that the losses of all ranks add
+        up to the mean loss, and gradients are gradients of this sum; ``context_parallel``, plans and mesh.
+
+    Raises:
+        ValueError: for tensors that do not fit, names that differ from these by a letter, an attention_mask
+            together with restarting position_ids, images and audio on several ranks, a config with another
+            attention implementation, models that compute attention themselves, and a config without the model
+            if it has recurrent layers.
+        RuntimeError: on all ranks, if one of them fails or their token ids differ.
     """
     model = unwrap_model(config) if isinstance(config, nn.Module) else None
     config = config if model is None else getattr(model, "config", None)
@@ -97,16 +115,19 @@ def shard_batch(
         raise TypeError(f"config is a {wrong}; pass the transformers model, or its config")
     _warn_without_mesh(mesh)
     group = groups.group_of(mesh)
-    read = partial(_read_batch, batch, config, model, group)
+    read = partial(_read_batch, batch, config, model, group, tree)
     (kinds, position_ids, documents), _ = together(group, "shard_batch", read)
     if model is not None:
         hook_layers(model)
     several = group is not None and group.size() > 1
     mask = next(iter(kinds.values()))
-    plans = make_plan(
-        {kind: create_layer_mask(mask, request, BLOCK_SIZE) for kind, request in kinds.items()},
-        mesh, balancer=balancer, schedule=schedule,
-    )  # fmt: skip
+    masks = {
+        kind: create_layer_mask(mask, one, BLOCK_SIZE)
+        if tree is None
+        else create_tree_mask(tree, one, BLOCK_SIZE)
+        for kind, one in kinds.items()
+    }
+    plans = make_plan(masks, mesh, balancer=balancer, schedule=schedule)
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
     whole |= {"position_ids": position_ids, **_labels(batch)}
     plan = next(iter(plans.values()))
@@ -114,16 +135,16 @@ def shard_batch(
     shifted = batch.get("labels") is not None and batch.get("shift_labels") is None
     own = ContextParallelPlan(
         plans, mesh, local["position_ids"], mask, BLOCK_SIZE, schedule, batch.get("attention_mask"),
-        documents, shifted and several,
+        documents, shifted and several, tree,
     )  # fmt: skip
     part, tokens = _tokens(local), _tokens(batch)
-    if several and not (part.shape == tokens.shape and torch.equal(part, tokens)):  # one rank has all
+    if several and not (part.shape == tokens.shape and torch.equal(part, tokens)):  # one rank has all tokens
         note_shard(part)
     return {**local, "use_cache": False, "context_parallel": own}
 
 
 def _warn_without_mesh(mesh: Any) -> None:
-    """Warn of a call without a mesh in a world of several ranks, whose processes then all do the same."""
+    """Warn about a call without a mesh in a world of several ranks, which would all compute the same."""
     size = int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
     if dist.is_initialized():
         size = dist.get_world_size()
@@ -136,7 +157,11 @@ def _warn_without_mesh(mesh: Any) -> None:
 
 
 def _read_batch(
-    batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None, group: Any
+    batch: Mapping[str, Any],
+    config: PreTrainedConfig,
+    model: nn.Module | None,
+    group: Any,
+    tree: PackedTree | None,
 ) -> tuple[tuple[dict[str, ModelMask], Tensor, Tensor | None], Compared, tuple[int, ...]]:
     """Return ((mask of each kind of layer, position_ids [B, S] or [axes, B, S], index of the document of each
     token [B, S] or None), facts for the ranks to compare, numbers)."""
@@ -145,10 +170,13 @@ def _read_batch(
     if group is not None and group.size() > 1:
         check_shardable(batch, config, model)
     shape, device = tokens.shape[:2], tokens.device
+    if tree is not None:
+        check_tree(batch, tree, config, model)
+        batch = {**batch, "position_ids": tree_mask(tree.parent, tree.lengths).depth[None].long().to(device)}
     restarting, position_ids = _positions(batch, text, shape, device)
-    masks = _kinds(text, batch.get("attention_mask"), restarting, shape, device)
+    masks = _kinds(text, batch.get("attention_mask"), None if tree else restarting, shape, device)
     documents = None
-    if restarting is not None:
+    if restarting is not None and tree is None:
         documents = masking_utils.find_packed_sequence_indices(restarting.expand(shape))
     facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)} if group is not None else {}
     return (masks, position_ids, documents), facts, ()
@@ -196,7 +224,7 @@ def _positions(
         return packed, packed.expand(shape) if ids is None else ids
     if ids is None:
         return None, _default_positions(batch, config, shape, device)
-    if ids.ndim == 3:  # as in transformers: with an axis more, the first one is that of the text
+    if ids.ndim == 3:  # as in transformers: if there is one axis more, the first is for the text
         return (ids[0] if len(ids) > axes and mask is None else None), ids
     if mask is not None and mask.ndim == 2:
         tokens = mask.bool()
@@ -250,7 +278,7 @@ def _kinds(
     shape: torch.Size,
     device: torch.device,
 ) -> dict[str, ModelMask]:
-    """Return {kind of layer: global mask}, by transformers' functions for the model's config."""
+    """Return {kind of layer: global mask}, made by transformers' functions for the model's config."""
     if attention_mask is not None and attention_mask.shape != shape:
         raise ValueError(
             f"attention_mask is {list(attention_mask.shape)}; a padding mask [B, S] is needed, here "
@@ -266,11 +294,11 @@ def _kinds(
     requests = masking_utils.create_masks_for_generate(**arguments)
     requests = requests.values() if isinstance(requests, dict) else [requests]
     kinds = {one.kind: one for one in requests if isinstance(one, ModelMask) and one.kind}
-    if not kinds:  # layers other than attention, or of kinds for which transformers has no masks
+    if not kinds:  # layers that are not attention, or of kinds for which transformers has no masks
         one = masking_utils.create_causal_mask(**arguments)
         one = one if isinstance(one, ModelMask) else create_mask(shape[0], shape[1], shape[1])
         kinds = {str(one.kind): one}
-    return dict(sorted(kinds.items()))  # transformers iterates over a set, whose order differs by process
+    return dict(sorted(kinds.items()))  # transformers iterates over a set: its order differs by process
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Checks of the calls of models on several ranks: of arguments beside a plan, and of tokens without theirs.
+"""Checks of calls of models on several ranks: of arguments besides a plan, and of tokens without their plan.
 
 Attention sees neither the labels of a call nor its tokens, and transformers has no hook for the calls of all
 models: :func:`watch_calls` wraps ``PreTrainedModel.__call__``.
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from tritoncp.integrations.transformers.model_classes import argument_names, has_loss_of_its_own
+from tritoncp.integrations.transformers.model_classes import argument_names, has_custom_loss
 from tritoncp.integrations.transformers.plans import OWN_LOSS, ContextParallelPlan
 from tritoncp.integrations.transformers.positions import NO_PLAN
 
-# Ends of the names of classes with one output a sequence.
+# Ends of the names of classes with one output per sequence.
 POOLING_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
-_SHARDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tokens or embeddings of this rank's shards
-_NAMES: set[str] = set()  # of the attention of models whose compiled calls are checked, too
+_SHARDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tokens or embeddings in this rank's shards
+_NAMES: set[str] = set()  # attention implementations of models whose compiled calls are checked too
 
 
 class _Outermost(threading.local):
-    """Whether this thread is in the call of a model: those within it are its own."""
+    """Whether this thread is in the call of a model; only outermost calls are checked."""
 
     runs = False
 
@@ -36,14 +36,14 @@ _CALL = _Outermost()
 
 
 def watch_calls(attention: str) -> None:
-    """Have the calls of all transformers models checked where there are several ranks; compiled ones only
-    where they have a plan or this attention, since a check breaks the graph."""
+    """Check the calls of all transformers models if there are several ranks. Compiled calls are checked only
+    with a plan or with this attention, since a check breaks the graph."""
     _NAMES.add(attention)
     PreTrainedModel.__call__ = _checked_call
 
 
 def note_shard(tokens: Tensor) -> None:
-    """Remember the tokens [B, S_local] or embeddings of a shard, as long as they exist."""
+    """Remember the tokens [B, S_local] or embeddings of a shard while they exist."""
     _SHARDS[tokens] = True
 
 
@@ -79,8 +79,8 @@ def _end() -> None:
 
 
 def _check_arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for the tokens of a shard without its plan, and for arguments beside a plan of several
-    ranks that would make the call another function."""
+    """Raise ValueError for the tokens of a shard without its plan, and for arguments that have another
+    meaning on a shard than on the whole sequence."""
     plan = kwargs.get("context_parallel")
     if plan is None and not _SHARDS:
         return
@@ -99,7 +99,7 @@ def _check_arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
             )
         if call.get("labels") is None:
             return
-        if call.get("shift_labels") is None or has_loss_of_its_own(model.config, model):
+        if call.get("shift_labels") is None or has_custom_loss(model.config, model):
             raise ValueError(
                 f"labels are passed beside the plan of a shard, within which {type(model).__name__} would "
                 "shift and average them: put labels [B, S] into the batch before shard_batch, which shifts "
@@ -109,15 +109,15 @@ def _check_arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
 
 @torch.compiler.disable
 def _check_reached(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if no layer has got the plan of a call that is over."""
+    """Raise ValueError after a call if no layer got its plan."""
     plan = kwargs.get("context_parallel")
     if isinstance(plan, ContextParallelPlan) and plan.several and not plan.reached:
         raise ValueError(f"no layer of the model has got its argument context_parallel: {NO_PLAN}")
 
 
 def _is_shard(tokens: Any) -> bool:
-    """Return whether rows of a call are those of a shard that exists (generation clones tokens, and repeats
-    them for its beams). Synchronises where the shapes fit."""
+    """Return whether rows of a call equal the rows of an existing shard (generation clones tokens, and
+    repeats them for its beams). Synchronises if the shapes fit."""
     if type(tokens) is not Tensor or tokens.is_meta or not tokens.numel():
         return False
     return any(
@@ -131,8 +131,8 @@ def _is_shard(tokens: Any) -> bool:
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments of a model, or values of a batch, that concern the whole sequence, and
-    of which a rank would compute what concerns its shard."""
+    """Raise ValueError for arguments of a model, or values of a batch, that refer to the whole sequence,
+    while a rank would apply them to its shard."""
     if arguments.get("output_router_logits"):
         raise ValueError(
             "output_router_logits=True adds an auxiliary loss of the experts' load, which a rank would "

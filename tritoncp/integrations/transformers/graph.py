@@ -1,5 +1,5 @@
-"""Masks and plans in compiled layers: a graph has their handles as inputs, and finds the mask of a layer when
-it runs, since padding and positions are read then."""
+"""Masks and plans in compiled layers: a graph gets their handles as inputs, and finds the mask of a layer
+when it runs, because it then reads padding and positions."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.handles import handle_of, object_of
+from tritoncp.graph.dispatch import register_op
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.masks.traced_mask import TracedMask
-from tritoncp.ops.dispatch import register_op
 
 
 def mask_mod_in_graph(mask: ModelMask) -> Any:
-    """Return what stands for the mask_mod of a mask in the graph that is traced."""
+    """Return the node that represents the mask_mod of a mask in the traced graph."""
     return TracedMask(_mask_mod_op(mask.handle))
 
 
 def plan_in_graph(batch: ContextParallelPlan, mask: Any, position_ids: Tensor | None) -> Any:
-    """Return what stands for :func:`checked_plan` in the graph that is traced. mask: with a handle"""
+    """Return the node that represents :func:`checked_plan` in the traced graph. mask: a mask with a handle"""
     return TracedMask(_plan_op(batch.handle, mask.handle, position_ids))
 
 
 def has_handle(mask: Any) -> bool:
-    """Return whether a mask is known in a graph by its handle, and not part of it."""
+    """Return whether a graph refers to a mask by its handle, and does not contain it."""
     return isinstance(mask, ModelMask) and mask.handle is not None
 
 

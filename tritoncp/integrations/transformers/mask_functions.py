@@ -2,7 +2,7 @@
 
 `transformers.masking_utils` builds the mask function of a layer from a few factories: causal, window, chunks,
 packed documents, and their intersection. The code object identifies the factory, and the closure has its
-numbers. So nothing is traced, and equal masks of two calls are equal objects.
+numbers. Nothing is traced, and masks of two calls compare as equal if they are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pattern:
     chunk:        length of chunks, within which queries see keys; 0: no chunks
     left_padding: [B], padding before the first chunk of each row
     documents:    [B, S], index of each token's document, within which queries see keys
-    positions:    [B, S], the position_ids from which the documents were derived
+    positions:    [B, S], the position_ids from which the documents were read
     """
 
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
@@ -49,7 +49,8 @@ class Pattern:
         return window if segments is None else window & document(ids=segments)
 
     def _segments(self, length: int) -> Tensor | None:
-        """Return an index for each token's chunk within its document, [S] or [B, S]; None: one segment."""
+        """Return the index of each token's segment (a chunk within a document), [S] or [B, S]; None: one
+        segment."""
         if not self.chunk:
             return None if self.documents is None else _shared(self.documents)
         padding = self.left_padding
@@ -73,8 +74,8 @@ def _shared(ids: Tensor) -> Tensor:
 
 @lru_cache(64)
 def _chunk_ids(chunk: int, length: int) -> Tensor:
-    """Return the chunk index of each token: int64 [length]. Cached, since plans are reused by tensor
-    object."""
+    """Return the chunk index of each token: int64 [length]. It is cached, since plans are found again by the
+    identity of tensors."""
     return torch.arange(length) // chunk
 
 
@@ -118,8 +119,8 @@ def _intersect(one: Pattern | None, other: Pattern | None) -> Pattern | None:
 
 def _read_remapped(mask_function: Callable[..., Any], position_ids: Tensor) -> Pattern | None:
     """Return the pattern of a mask function that is applied to positions within documents. It is always
-    intersected with the documents, within which positions increase by one, so that distances between
-    positions, and thus windows, are those between rows."""
+    intersected with the documents. Positions increase by one within a document, so that windows of positions
+    are windows of rows."""
     pattern = read_pattern(mask_function)
     return pattern and replace(pattern, positions=position_ids)
 

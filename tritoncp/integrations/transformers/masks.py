@@ -25,8 +25,8 @@ from tritoncp.planning.plan import Plan
 
 @record()
 class ModelMask(BlockMaskInterface):
-    """The mask of one kind of layer in one call of a model, evaluated at its first use (never, if the call
-    has a plan).
+    """The mask of one kind of layer in one call of a model. It is evaluated at its first use, or never if the
+    call has a plan.
 
     function:  transformers' mask function, (b, h, q_idx, kv_idx) -> bool, of positions including the offsets
     pattern:   its closed form, or None
@@ -42,17 +42,17 @@ class ModelMask(BlockMaskInterface):
     q_offset: int | Tensor
     kv_offset: int | Tensor
     attention_mask: Tensor | None
-    handle: Tensor | None = field(default=None, init=False, repr=False)  # None of a mask made in a graph
+    handle: Tensor | None = field(default=None, init=False, repr=False)  # None for a mask made in a graph
 
     def pinned(self) -> ModelMask:
         """Return the mask with a handle, by which graphs of single layers find it."""
-        object.__setattr__(self, "handle", handle_of(replace(self)))  # of a copy: a cycle would never end
+        object.__setattr__(self, "handle", handle_of(replace(self)))  # of a copy: no cycle
         stand_for(self, self.handle)
         return self
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise ValueError where a model uses the mask as a tensor."""
+        """Raise ValueError if a model uses the mask as a tensor."""
         raise ValueError(
             "attention_mask is used as a tensor by the model's own attention code, in "
             f'{getattr(function, "__name__", function)}: load it with attn_implementation="eager", on one '
@@ -63,7 +63,7 @@ class ModelMask(BlockMaskInterface):
         self.__torch_function__(self.__getitem__, ())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields; a function with a closed form is not needed, and cannot be pickled."""
+        """Return the fields, without the function if it has a closed form, since it cannot be pickled."""
         state = {name: getattr(self, name) for name in fields_of(self)}
         return state if self.pattern is None else state | {"function": None}
 
@@ -88,7 +88,7 @@ class ModelMask(BlockMaskInterface):
         tokens = self.attention_mask.bool()
         if bool(tokens.all()) and tokens.shape[1] >= self._offsets[1] + self.kv_len:
             return None
-        # Keys of a static cache that are not yet written count as padding.
+        # Keys of a static cache that are not written yet count as padding.
         padded = masking_utils.prepare_padding_mask(tokens, self.kv_len, self._offsets[1])
         keys = padded[:, self._offsets[1] : self._offsets[1] + self.kv_len]
         causal = self.pattern is not None and self.pattern.window[1] == 0

@@ -1,4 +1,4 @@
-"""Properties of a model, found in the code of its classes: own attention, own loss, recurrent layers, ..."""
+"""Properties of a model, found in the code of its classes: custom attention or loss, recurrent layers, ..."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which models look up their attention
-# Kinds of layers that combine the mask with their own selection of keys.
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the table in which models look up their attention
+# Kinds of layers that select keys themselves, in addition to the mask.
 SPARSE_LAYERS = frozenset(
     ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
 )
@@ -28,8 +28,8 @@ STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _once_a_class(function: F) -> F:
-    """Apply functools.cache to a function of a class. (mypy does not accept that classes are hashable.)"""
+def _cached_by_class(function: F) -> F:
+    """Cache a function of a class with functools.cache. (mypy does not know that classes are hashable.)"""
     return cast(F, cache(function))
 
 
@@ -58,7 +58,7 @@ def computes_attention_itself(config: PreTrainedConfig) -> bool:
 
 
 def has_sparse_layers(config: PreTrainedConfig) -> bool:
-    """Return whether layers of a config select keys by their own scores, for which they need a dense mask."""
+    """Return whether layers of a config select keys by scores, for which they need a dense mask."""
     return not SPARSE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
@@ -84,9 +84,9 @@ def takes_positions(config: PreTrainedConfig, model: nn.Module | None) -> bool:
     )
 
 
-def has_loss_of_its_own(config: PreTrainedConfig, model: nn.Module | None) -> bool:
+def has_custom_loss(config: PreTrainedConfig, model: nn.Module | None) -> bool:
     """Return whether a model (if None, the language model of the config) computes its loss from ``labels`` by
-    code of its own, not by transformers' loss function, which reads ``shift_labels``."""
+    other code than transformers' loss function, which reads ``shift_labels``."""
     if model is not None:
         base = getattr(model, "get_base_model", lambda: model)()
         if _takes_labels(type(base)):
@@ -103,7 +103,7 @@ def has_loss_of_its_own(config: PreTrainedConfig, model: nn.Module | None) -> bo
 
 
 def _forwards_of(cls: Any) -> Iterator[Any]:
-    """Yield the forward method of a class, and those of its bases that it calls by super()."""
+    """Yield the forward method of a class, and the forward methods of bases that it calls by super()."""
     for one in cls.__mro__:
         forward = inspect.unwrap(vars(one).get("forward", None))
         if inspect.isfunction(forward):
@@ -112,19 +112,19 @@ def _forwards_of(cls: Any) -> Iterator[Any]:
                 return
 
 
-@_once_a_class
+@_cached_by_class
 def _takes_labels(cls: Any) -> bool:
     return any("labels" in inspect.signature(one).parameters for one in _forwards_of(cls))
 
 
-@_once_a_class
+@_cached_by_class
 def _calls_loss_function(cls: Any) -> bool:
     for forward in _forwards_of(cls):
         names = _names_in(forward.__code__)
         if "loss_function" in names:
             return True
         lower = {name.lower() for name in names - {"loss"}}
-        if any("loss" in name or "entropy" in name for name in lower):  # it wraps the forward of a base
+        if any("loss" in name or "entropy" in name for name in lower):  # it wraps a base's forward
             return False
     return False
 
@@ -142,8 +142,8 @@ def _source_of(module: Any) -> str:
 
 
 def position_axes(config: PreTrainedConfig) -> int:
-    """Return the number of axes of the positions of the models of a text config, as those of images and video
-    in Qwen2-VL; 1 for positions of texts alone."""
+    """Return the number of axes of a model's positions: several for images and video, as in Qwen2-VL; 1 for
+    texts."""
     if "mrope_section" not in _source_of(modeling_of(config)):
         return 1
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -157,7 +157,7 @@ def counts_positions_of_images(config: PreTrainedConfig) -> bool:
 
 def adds_features_to_layers(config: PreTrainedConfig) -> bool:
     """Return whether models of a config add features of images to the hidden states of several layers, as
-    Qwen3-VL's: embeddings do not hold these."""
+    Qwen3-VL does; embeddings do not contain these features."""
     return config.get_text_config() is not config and "deepstack" in _source_of(modeling_of(config))
 
 
@@ -169,12 +169,13 @@ def names_of_arguments(config: PreTrainedConfig, model: nn.Module | None) -> set
 
 
 def counts_from_padding(config: PreTrainedConfig) -> bool:
-    """Return whether positions of the models of a config begin after the padding id, as RoBERTa's."""
+    """Return whether positions of the models of a config begin after the padding id, as in RoBERTa."""
     return "def create_position_ids_from_input_ids(" in _source_of(modeling_of(config))
 
 
 def counts_by_padding_mask(config: PreTrainedConfig) -> bool:
-    """Return whether positions of the models of a config count the tokens of the attention_mask, as OPT's."""
+    """Return whether positions of the models of a config count the tokens of the attention_mask, as in
+    OPT."""
     code = _source_of(modeling_of(config))
     return (
         "position_ids = torch.cumsum(attention_mask" in code or "torch.cumsum(position_attention_mask" in code
@@ -202,8 +203,8 @@ def may_convolve(config: PreTrainedConfig) -> bool:
 
 
 def attention_without_arguments(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules that do not get the model's keyword arguments, since the enclosing module
-    does not pass them on, as in StableLM and Nemotron."""
+    """Return the attention modules that do not get the model's keyword arguments, because the enclosing
+    module does not pass them on (as in StableLM and Nemotron)."""
     config = getattr(model, "config", None)
     if config is None or config.sub_configs:
         return []
@@ -221,7 +222,7 @@ def attention_without_arguments(model: nn.Module) -> list[nn.Module]:
     )
 
 
-@_once_a_class
+@_cached_by_class
 def _passes_on(cls: Any) -> bool:
     """Return whether the forward method of a class passes on keyword arguments by ``**``."""
     codes = (inspect.unwrap(one).__code__ for one in _forwards_of(cls))
@@ -229,8 +230,8 @@ def _passes_on(cls: Any) -> bool:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Return whether a module mixes tokens by other means than attention, and contains no such module: it has
-    a cache argument, convolves, or reads neighbours of a token."""
+    """Return whether a module itself, and no module inside it, mixes tokens by other means than attention: it
+    has a cache argument, convolves, or reads neighbours of a token."""
     if not _mixes_tokens(module) or isinstance(module, PreTrainedModel | GradientCheckpointingLayer):
         return False
     parts = list(module.modules())[1:]
@@ -243,11 +244,11 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 
 def has_cache(module: nn.Module) -> bool:
-    """Return whether a module has a cache argument, and so reads earlier tokens alone."""
+    """Return whether a module has a cache argument, and thus reads only earlier tokens."""
     return not _parameters(type(module)).isdisjoint(CACHES)
 
 
-@_once_a_class
+@_cached_by_class
 def argument_names(cls: Any) -> tuple[str, ...]:
     """Return the names of the arguments of a class's forward method, in their order."""
     return tuple(inspect.signature(cls.forward).parameters)[1:]
@@ -264,7 +265,7 @@ def _computes_attention(cls: Any) -> bool:
     return INTERFACE in names or any("softmax" in name for name in names)
 
 
-@_once_a_class
+@_cached_by_class
 def _names_of_methods(cls: Any) -> set[str]:
     """Return the names of globals and attributes in the methods of a class, and of its bases below
     nn.Module."""

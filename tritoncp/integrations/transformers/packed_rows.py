@@ -1,7 +1,7 @@
 """Layers without a mask on packed documents: they run on each document alone.
 
 Kernels of recurrences and convolutions reset their state where a document begins; the plain code of
-transformers does not. Documents as rows of a batch need no kernel, and are right by construction.
+transformers does not. If documents are rows of a batch, plain code is correct too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class PackedRows:
     """Rows [B, S] of packed documents, as a few batches of documents of one length.
 
     documents:     index of the document of each token, [B, S]
-    is_causal:     whether what follows a document changes nothing in it: documents of up to twice the length
-                   then share a batch, so that there are log2(S) of them
+    is_causal:     whether a document's results do not depend on what follows it. Then documents of up to
+                   twice the length share a batch, and there are up to log2(S) batches
 
     >>> rows = PackedRows(torch.tensor([[0, 0, 0, 1, 1, 2, 2]]), is_causal=False)
     >>> rows.run(lambda x: x.cumsum(1), torch.ones(1, 7, dtype=torch.int64))
@@ -36,7 +36,7 @@ class PackedRows:
         sizes = lengths
         if is_causal:
             sizes = (2 ** lengths.double().log2().ceil().long()).clamp(max=int(lengths.max()))
-        self._batches: list[tuple[Tensor, Tensor]] = []  # tokens [n, size] in flat rows; which are no padding
+        self._batches: list[tuple[Tensor, Tensor]] = []  # tokens [n, size] in flat rows; is no padding
         for size in sizes.unique().tolist():
             of_size = sizes == size
             at, length = torch.arange(size), lengths[of_size, None]
@@ -46,8 +46,8 @@ class PackedRows:
         self._places = order.argsort()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function of tensors [n, size, ...] for each batch of documents, with parts of the arguments
-        that are [B, S, ...]; put its results together to [B, S, ...]."""
+        """Call a function of tensors [n, size, ...] for each batch of documents, with the documents' parts of
+        arguments [B, S, ...]; return its results as [B, S, ...]."""
         results = []
         for index, _ in self._batches:
 

@@ -13,6 +13,7 @@ from transformers import masking_utils
 
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
+from tritoncp.api.trees import PackedTree
 from tritoncp.core.bounded_cache import TensorCache, computed_once
 from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.records import replace
@@ -20,10 +21,13 @@ from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.packed_rows import PackedRows
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import UNBOUNDED
+from tritoncp.masks.prefix_tree import tree as tree_mask
 from tritoncp.planning import ScheduleName
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Work
 
+IGNORED = -100  # the label that transformers' losses ignore
 OWN_LOSS = (
     "omit labels, and compute the loss from the logits of each rank and "
     "tritoncp.shard(labels, batch['context_parallel'].plan, dim=1, pad=-100)"
@@ -42,6 +46,19 @@ def create_layer_mask(batch: ModelMask, layer: ModelMask, block: int | tuple[int
     return create_block_mask(mod, rows, None, length, length, BLOCK_SIZE=block)
 
 
+def create_tree_mask(packed: PackedTree, layer: ModelMask, block: int | tuple[int, int]) -> Mask:
+    """Return the mask of a prefix tree for layers of the kind of ``layer``: windows count along paths."""
+    pattern = layer.pattern
+    if pattern is None or pattern.chunk or pattern.window[1] != 0:
+        raise ValueError(
+            f"tree: layers of the kind {layer.kind} see no tree; causal layers with or without a window are "
+            "needed: pass the trajectories as packed documents, without tree="
+        )
+    mod = tree_mask(packed.parent, packed.lengths, window=(pattern.window[0], UNBOUNDED))
+    size = len(packed.tokens)
+    return create_block_mask(mod, None, None, size, size, BLOCK_SIZE=block)
+
+
 class ContextParallelPlan:
     """The plans of one batch and their mesh: a keyword argument of the model, which passes it to every
     attention layer. No dataclass: FSDP rebuilds dataclasses among the arguments of a module.
@@ -52,32 +69,34 @@ class ContextParallelPlan:
     mask:           the global mask of one kind of layer
     block:          tokens per block of the placement
     schedule:       schedule of the plans
-    attention_mask: the batch's, [B, S], for layers that run on whole sequences
-    documents:      index of the document of each token, [B, S], if a row has several; likewise
+    attention_mask: attention_mask of the batch, [B, S], for layers that run on whole sequences
+    documents:      index of the document of each token, [B, S], if a row has several, for the same layers
     labels:         whether shard_batch has shifted labels of the batch, for a next-token loss
+    tree:           the prefix tree of the batch's only row, or None
     """
 
     def __init__(
         self, plans: dict[str, Plan], mesh: Any, position_ids: Tensor, mask: ModelMask,
         block: int | tuple[int, int], schedule: ScheduleName, attention_mask: Tensor | None,
-        documents: Tensor | None, labels: bool,
+        documents: Tensor | None, labels: bool, tree: PackedTree | None,
     ) -> None:  # fmt: skip
         self.plans, self.mesh, self.position_ids, self.mask = plans, mesh, position_ids, mask
         self.block, self.schedule, self.labels = block, schedule, labels
-        self.attention_mask, self.documents = attention_mask, documents
-        self.reached = False  # whether a layer has got this
+        self.attention_mask, self.documents, self.tree = attention_mask, documents, tree
+        self.reached = False  # whether a layer has got this object
         self._checked = TensorCache(8)
         self._add_handle()
 
     def _add_handle(self) -> None:
-        """Set the handle, by which graphs find this: of a copy, since a cycle would never end."""
+        """Set the handle, by which graphs find this object. It refers to a copy, since a cycle would never be
+        freed."""
         without = object.__new__(type(self))
         vars(without).update(vars(self))
         self.handle = handle_of(without)
         stand_for(self, self.handle)
 
     def __deepcopy__(self, memo: Any) -> ContextParallelPlan:
-        return self  # of the same batch, on the same ranks
+        return self  # a copy is for the same batch, on the same ranks
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self.mesh, dist.ProcessGroup):
@@ -117,8 +136,8 @@ class ContextParallelPlan:
         """Return the plan of a layer. attention_mask: the mask that the model made from this rank's tokens,
         which determines the kind of layer.
 
-        For a kind of layer that is not in the config, as bidirectional ones, the plan is made here (all ranks
-        reach the same layer).
+        For a kind of layer that is not in the config, such as a bidirectional one, the plan is made here (all
+        ranks reach the same layer).
         """
         self.reached = True
         if isinstance(attention_mask, Plan):
@@ -157,13 +176,20 @@ class ContextParallelPlan:
         return self.plans[pattern.kind]
 
     def _is_padded(self, mask: Tensor | None) -> bool:
-        """Return whether a padding mask of local tokens has padding (some models make a mask without)."""
+        """Return whether a padding mask of local tokens has padding (some models make one without
+        padding)."""
         if mask is None or self._checked.find(id(mask), [mask]):
             return False
         if not bool(mask.all()):
             return True
         self._checked.keep(id(mask), [mask], True)
         return False
+
+    def mask_of(self, layer: ModelMask) -> Mask:
+        """Return the global mask for layers of the kind of ``layer``."""
+        if self.tree is not None:
+            return create_tree_mask(self.tree, layer, self.block)
+        return create_layer_mask(self.mask, layer, self.block)
 
     def _plan_alike(self, layer: ModelMask) -> Plan:
         """Make the plan of another kind of layer, with the placement of the existing plans."""
@@ -174,7 +200,7 @@ class ContextParallelPlan:
             return [(owners == rank).nonzero()[:, 0].tolist() for rank in range(work.world_size)]
 
         balancer = None if self.plan.balancer == "natural" else same_placement
-        mask = create_layer_mask(self.mask, layer, self.block)
+        mask = self.mask_of(layer)
         plan = make_plan(mask, self.mesh, balancer=balancer, schedule=self.schedule)
         if not torch.equal(plan.positions, self.plan.positions):
             raise ValueError(
@@ -198,8 +224,8 @@ class ContextParallelPlan:
             )
 
     def check_positions(self, position_ids: Tensor | None) -> None:
-        """Raise ValueError if a call's positions differ from the batch's. (The batch's own tensor object
-        needs no comparison.)"""
+        """Raise ValueError if a call's positions differ from the batch's. (The same tensor object needs no
+        comparison.)"""
         own = self.position_ids
         if position_ids is None or position_ids is own:
             return
@@ -207,7 +233,7 @@ class ContextParallelPlan:
             return
         axes = position_ids.shape[0] if position_ids.ndim == 3 else 1
         if own.ndim == 3:
-            own = own[-axes:] if 1 < axes <= len(own) else own[0]  # of the text, where that is the first axis
+            own = own[-axes:] if 1 < axes <= len(own) else own[0]  # of the text, if it is the first axis
         elif axes > 1 and not bool((position_ids == position_ids[:1]).all()):
             raise ValueError(
                 f"position_ids is {list(position_ids.shape)}: the model makes positions of several axes (of "

@@ -1,8 +1,8 @@
 """Checks of position_ids, to detect a shard that is passed without its plan.
 
 transformers reads packed documents from position_ids: a step other than +1 begins a document. The positions
-of a shard in a plan's order have such steps too, so that the model would attend within pieces of the shard,
-without an error. But documents begin at position 0; a piece that begins elsewhere is of a larger sequence.
+of a shard in a plan's order have such steps too, so that the model would silently attend within pieces of the
+shard. But documents begin at position 0; a piece that begins elsewhere is part of a larger sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: b
     """Raise ValueError if a call without a plan has the positions of a shard. Checked only where there are
     several ranks; synchronises once for each tensor of positions, in inference mode in each layer.
 
-    mask: of the call; with padding there is no check. from_start: whether there are no earlier keys
+    mask: mask of the call; with padding nothing is checked. from_start: whether there are no earlier keys
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return

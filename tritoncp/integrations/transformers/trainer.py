@@ -13,44 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from tritoncp.api.validate import check_mesh
+from tritoncp.call.validate import check_mesh
 from tritoncp.distributed import groups
 from tritoncp.integrations.transformers.batches import shard_batch
 
 
-class ContextParallelTrainer(Trainer):
-    """transformers' Trainer with context parallelism: the ranks of a mesh train on the same documents, each
-    on its shard of their tokens.
+class SharedBatchesTrainer(Trainer):
+    """transformers' Trainer, whose ranks of a mesh get the same batches; all other ranks get different ones.
 
-    Arguments are Trainer's, and:
-
-    mesh:     1-D DeviceMesh or ProcessGroup of the ranks that share documents, as ``mesh["cp"]``, or a 2-D
-              mesh for Ulysses; all other dimensions of the world are data parallel. None: all ranks
-    sharding: keyword arguments of :func:`shard_batch`: balancer, schedule, BLOCK_SIZE
-
-    The loss of a step is the mean over the labels of all ranks, and gradients are its gradients: the loss of
-    a rank is scaled to cancel the averaging of gradients by DDP and FSDP. Documents are distributed over
-    data-parallel ranks, and batch sizes are per data-parallel rank. Batches are [B, S] on the ranks' devices,
-    as the collator returns them: padded with an attention_mask, or packed with position_ids.
-
-    Raises ValueError for a model with another attention, accelerate's own context parallelism, label
-    smoothing, loss functions and metrics that need whole logits, and batches dispatched from rank 0.
-
-    >>> import tempfile, torch
-    >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-    >>> from tritoncp.integrations.transformers import register
-    >>> register()
-    >>> config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-    ...                      num_attention_heads=2, attn_implementation="tritoncp")
-    >>> documents = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 4
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> arguments = TrainingArguments(folder.name, max_steps=1, use_cpu=True, report_to="none",
-    ...                               save_strategy="no", disable_tqdm=True)
-    >>> trainer = ContextParallelTrainer(LlamaForCausalLM(config), arguments, train_dataset=documents)
-    >>> trainer.train().global_step  # doctest: +ELLIPSIS
-    {...}
-    1
+    Arguments are Trainer's, and mesh and sharding, as of :class:`ContextParallelTrainer`. ``context_mesh`` is
+    the mesh, ``replicas`` has the ranks of each data-parallel replica.
     """
+
+    replicas: list[list[int]]
 
     def __init__(
         self, *args: Any, mesh: Any = None, sharding: dict[str, Any] | None = None, **kwargs: Any
@@ -58,32 +33,18 @@ class ContextParallelTrainer(Trainer):
         self.context_mesh, self.sharding = mesh, sharding or {}
         check_mesh(mesh, schedule=self.sharding.get("schedule", "auto"))
         super().__init__(*args, **kwargs)
-        if mesh is None and self.args.world_size > 1:
-            self.context_mesh = dist.group.WORLD
-        self._replicas = _list_replicas(self.context_mesh)
-        self._check_arguments()
 
-    def _check_arguments(self) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, after which the world is known."""
+        super().create_accelerator_and_postprocess()
+        if self.context_mesh is None and self.args.world_size > 1:
+            self.context_mesh = dist.group.WORLD
+        self.replicas = _list_replicas(self.context_mesh)
         parallel = self.accelerator.parallelism_config
         if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
             raise ValueError(
                 "cp_size or sp_size of ParallelismConfig is accelerate's own context parallelism, which "
                 "drops masks: omit it, and pass mesh= to this trainer"
-            )
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            raise ValueError(
-                "label_smoothing_factor and compute_loss_func shift labels within a shard: omit them, or "
-                "compute your loss from shift_labels in a loop of your own"
-            )
-        if self.compute_metrics is not None or self.preprocess_logits_for_metrics is not None:
-            raise ValueError(
-                "compute_metrics would get the logits of shards instead of whole sequences: omit it, and "
-                "evaluate the loss alone"
-            )
-        if not self.model_accepts_loss_kwargs:
-            raise ValueError(
-                f"model: {type(self.model).__name__}.forward has no **kwargs, by which plans are passed to "
-                "its layers: add **kwargs and pass them on"
             )
 
     def get_cp_size(self) -> int:
@@ -103,7 +64,7 @@ class ContextParallelTrainer(Trainer):
                 "dispatch_batches=True sends different documents from rank 0 to each rank: set "
                 'accelerator_config={"dispatch_batches": False} in TrainingArguments'
             )
-        own = [self.args.process_index in ranks for ranks in self._replicas]
+        own = [self.args.process_index in ranks for ranks in self.replicas]
         count, index = len(own), own.index(True)
         for part in (loader.batch_sampler, loader.sampler, loader.dataset):
             if hasattr(part, "num_processes") and hasattr(part, "process_index"):
@@ -111,6 +72,68 @@ class ContextParallelTrainer(Trainer):
                 if count == 1 and hasattr(part, "even_batches"):
                     part.even_batches = False  # with one replica, no batches have to be padded
         return loader
+
+
+class ContextParallelTrainer(SharedBatchesTrainer):
+    """Train with transformers' Trainer and context parallelism.
+
+    >>> import tempfile, torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+    >>> from tritoncp.integrations.transformers import register
+    >>> register()
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    ...                      num_attention_heads=2, attn_implementation="tritoncp")
+    >>> documents = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 4
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> arguments = TrainingArguments(folder.name, max_steps=1, use_cpu=True, report_to="none",
+    ...                               save_strategy="no", disable_tqdm=True)
+    >>> trainer = ContextParallelTrainer(LlamaForCausalLM(config), arguments, train_dataset=documents)
+    >>> trainer.train().global_step  # doctest: +ELLIPSIS
+    {...}
+    1
+
+    The ranks of a mesh train on the same documents, each on its shard of the tokens. Documents are
+    distributed over data-parallel ranks, and batch sizes are per data-parallel rank. Batches are [B, S] on
+    the ranks' devices, as the collator returns them: padded with an attention_mask, or packed with
+    position_ids.
+
+    The loss of a step is the mean over the labels of all ranks, and gradients are gradients of this mean: the
+    loss of a rank is scaled to cancel the averaging of gradients by DDP and FSDP.
+
+    Args:
+        args: arguments of Trainer.
+        mesh: 1-D DeviceMesh or ProcessGroup of the ranks that share documents, such as ``mesh["cp"]``, or a
+            2-D mesh for Ulysses; all other dimensions of the world are data parallel. None: all ranks.
+        sharding: keyword arguments of :func:`shard_batch`: balancer, schedule, BLOCK_SIZE.
+        kwargs: keyword arguments of Trainer.
+
+    Raises:
+        ValueError: for a model with another attention, accelerate's context parallelism, label smoothing,
+            loss functions and metrics that need whole logits, and batches dispatched from rank 0.
+    """
+
+    def __init__(
+        self, *args: Any, mesh: Any = None, sharding: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, mesh=mesh, sharding=sharding, **kwargs)
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise ValueError(
+                "label_smoothing_factor and compute_loss_func shift labels within a shard: omit them, or "
+                "compute your loss from shift_labels in a custom loop"
+            )
+        if self.compute_metrics is not None or self.preprocess_logits_for_metrics is not None:
+            raise ValueError(
+                "compute_metrics would get the logits of shards instead of whole sequences: omit it, and "
+                "evaluate the loss alone"
+            )
+        if not self.model_accepts_loss_kwargs:
+            raise ValueError(
+                f"model: {type(self.model).__name__}.forward has no **kwargs, by which plans are passed to "
+                "its layers: add **kwargs and pass them on"
+            )
 
     def compute_loss(
         self,
@@ -139,7 +162,7 @@ class ContextParallelTrainer(Trainer):
         """Gather losses [n] of all ranks and average over the ranks of each replica: [replicas * n]."""
         gathered = self.accelerator.gather(losses)
         every = rearrange(gathered, "(rank n) -> rank n", rank=self.args.world_size)
-        means = torch.cat([every[ranks].mean(0) for ranks in self._replicas])
+        means = torch.cat([every[ranks].mean(0) for ranks in self.replicas])
         state = self.accelerator.gradient_state
         if state.end_of_dataloader and state.remainder > 0:  # drop documents that only fill the last batch
             return means[: state.remainder]

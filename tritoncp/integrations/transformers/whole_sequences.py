@@ -1,4 +1,4 @@
-"""Recurrent layers on whole sequences and single documents, and the plan for layers that do not get it.
+"""Hooks that run recurrent layers on whole sequences or single documents, and that pass plans to attention.
 
 Recurrences, linear attention and convolutions (Mamba, gated delta nets) need all tokens in order. Under
 context parallelism every rank gathers their input, runs them on the whole sequence, or on each of its
@@ -26,14 +26,14 @@ from tritoncp.integrations.transformers.model_classes import (
 )
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 
-CURRENT = "_tritoncp_current_plan"  # attribute of models with the hooks
-# Attributes with the checkpoint function: in transformers' layers, and in torch's CheckpointWrapper.
+CURRENT = "_tritoncp_current_plan"  # attribute of models that have the hooks
+# Attributes that contain the checkpoint function: of transformers' layers, and of torch's CheckpointWrapper.
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 class CurrentPlan:
-    """The plan of the running call of a model, for modules that do not get it as an argument. It is not
-    copied with the model."""
+    """The plan of the running call of a model, for modules that do not get it as an argument. Copies of the
+    model do not copy it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[nn.Module | None, ContextParallelPlan | None]] = []  # the innermost is last
@@ -43,7 +43,7 @@ class CurrentPlan:
         return CurrentPlan, ()
 
     def of(self, kwargs: dict[str, Any]) -> ContextParallelPlan | None:
-        """Return the plan of a call: its argument, or else the enclosing call's plan."""
+        """Return the plan of a call: its argument, or else the plan of the enclosing call."""
         if "context_parallel" in kwargs:
             return kwargs["context_parallel"]
         if self.calls:
@@ -105,9 +105,10 @@ class CheckpointWithPlan:
 
 @dataclass
 class OnWholeSequences:
-    """The forward method of a recurrent layer; in calls with a plan on whole sequences, or documents.
+    """The forward method of a recurrent layer, which runs on whole sequences or documents in calls with a
+    plan.
 
-    is_causal: whether what follows a token changes nothing in its output
+    is_causal: whether the output of a token does not depend on later tokens
     """
 
     current: CurrentPlan
@@ -137,7 +138,7 @@ class OnWholeSequences:
         )
 
     def _with_mask(self, mask: Tensor | None, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-        """Return the arguments of a call with the batch's padding in place of the mask of a shard."""
+        """Return the arguments of a call, with the mask of a shard replaced by the batch's padding."""
         signature = inspect.signature(self.forward)
         call = signature.bind(*args, **kwargs)
         rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
@@ -149,8 +150,8 @@ class OnWholeSequences:
 
 
 def hook_layers(model: nn.Module) -> None:
-    """Prepare a model for calls with a plan: its recurrent layers then run on whole sequences, and attention
-    that does not get the plan as an argument finds it. A second call has no effect."""
+    """Prepare a model for calls with a plan: its recurrent layers will run on whole sequences, and attention
+    that does not get the plan as an argument will find it. A second call has no effect."""
     if CURRENT in vars(model):
         return
     current = CurrentPlan()

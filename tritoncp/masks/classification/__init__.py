@@ -1,1 +1,2 @@
-"""Classification of blocks as empty, full or masked: by bounds of a mask_mod over tiles, then by pairs."""
+"""Classification of blocks as absent, full or masked: a mask_mod is bounded over tiles, then evaluated at
+pairs."""

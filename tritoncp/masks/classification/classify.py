@@ -1,10 +1,10 @@
 """Classification of a mask_mod's blocks as absent, masked or full, without evaluating every pair.
 
-A mask whose rows see a few intervals of keys each is solved as such (`solve`, `row_intervals`). Of any other,
-a tile as large as the mask is looked at (`tile_states`), cut if that leaves it undecided, and so on down to
-single blocks. In an undecided block a few pairs are evaluated, then all, unless a visible and a hidden one is
-among the few. The work is proportional to the mask's edges, not its area. A mask_mod that cannot be traced is
-evaluated at every pair, a few million at a time.
+If each row sees a few intervals of keys, the intervals are solved for (`solve`, `row_intervals`). For any
+other mask, a tile as large as the mask is bounded (`tile_states`), cut if it stays undecided, and so on down
+to single blocks. In an undecided block a few pairs are evaluated first, and all pairs if the few agree. The
+work is proportional to the mask's edges, not its area. A mask_mod that cannot be traced is evaluated at every
+pair, a few million at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tritoncp.core.tracing import read_batch_and_head, result_of, vmapped
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs, ramps
 from tritoncp.masks.classification.expression import Expression, Reader
@@ -26,6 +25,7 @@ from tritoncp.masks.classification.tile_bounds import trace
 from tritoncp.masks.classification.tile_states import Tiles, TileStates, tile_states
 from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.masks.transposed_runs import transpose
+from tritoncp.mods.tracing import read_batch_and_head, result_of, vmapped
 
 PairEvaluator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # a mask_mod's values: (b [n], h [n], q [n, i], kv [n, j]), int64, -> bool [n, i, j], all on the CPU
@@ -33,8 +33,8 @@ PairEvaluator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 PAIRS = 1 << 22  # pairs evaluated at a time: an int64 intermediate of a mask_mod is 32 MiB
 _TILES = 1 << 16  # tiles bounded at a time
 _BLOCKS = 1 << 11  # single blocks evaluated at a time
-_UNMERGED_TILES = 1 << 21  # collected before adjacent ones are merged
-_MASKED_BLOCKS = 512  # whose intervals are evaluated at a time, about
+_UNMERGED_TILES = 1 << 21  # tiles that are collected before adjacent ones are merged
+_MASKED_BLOCKS = 512  # rows of tokens whose intervals are evaluated at a time, about
 _PROBES = 4  # rows and columns of a block evaluated first
 
 
@@ -57,14 +57,14 @@ class Grid(NamedTuple):
         return -(-self.kv_len // self.kv_block)
 
     def has_ragged_block(self, tiles: Tensor) -> Tensor:
-        """Return which tiles, in blocks, contain a block that the end of the queries or keys cuts: bool
+        """Return which tiles, in blocks, contain a block that is cut by the end of the queries or keys: bool
         [n]."""
         last_row = (tiles[:, 3] == self.rows) & bool(self.q_len % self.q_block)
         return last_row | ((tiles[:, 5] == self.cols) & bool(self.kv_len % self.kv_block))
 
     def describe(self, tiles: Tensor, heads: int) -> Tiles:
-        """Return tiles in blocks, int64 [n, 6] of (b, h, first row, end, first column, end), with their
-        tokens. heads: number of heads"""
+        """Make Tiles of tiles in blocks, int64 [n, 6] of (b, h, first row, end, first column, end). heads:
+        number of heads"""
         b, h, r0, r1, c0, c1 = tiles.unbind(1)
         queries = (r0 * self.q_block).clamp(max=self.q_len), (r1 * self.q_block).clamp(max=self.q_len)
         keys = (c0 * self.kv_block).clamp(max=self.kv_len), (c1 * self.kv_block).clamp(max=self.kv_len)
@@ -100,12 +100,12 @@ def evaluate_blocks(evaluate: PairEvaluator, blocks: Tensor, grid: Grid) -> Iter
 
 
 class Classification(NamedTuple):
-    """What a mask_mod shows.
+    """The classified blocks of a mask, and the row intervals if it has them.
 
-    runs:     its blocks, classified as torch does: FULL if every pair of a whole block is visible, MASKED if
-              only some are
+    runs:     blocks as torch classifies them: FULL if every pair of a whole block is visible, MASKED if some
+              are
     reads:    whether it may depend on b, and on h
-    solved:   whether it is known which interval a row sees; if not, pairs have to be evaluated
+    solved:   whether ``interval`` is final; if not, pairs have to be evaluated to find it
     interval: (lo, hi), int32 [B, H, q_len] each, if in MASKED blocks a row sees exactly lo <= kv < hi
     """
 
@@ -139,8 +139,8 @@ def classify(mask_mod: MaskFn, device: str | torch.device, B: int, H: int, grid:
 def find_row_intervals(
     mask_mod: MaskFn, device: str | torch.device, B: int, H: int, grid: Grid
 ) -> RowIntervals | None:
-    """Return the keys that each row sees; None if they are not a few intervals, or if that takes evaluating
-    pairs. device: of the mask_mod's tensors"""
+    """Return the intervals of keys that each row sees; None if a row sees many, or if finding them takes
+    evaluating pairs. device: of the mask_mod's tensors"""
     graph = trace(mask_mod, device)
     if graph is None or not grid.q_len or not grid.kv_len:
         return None
@@ -162,13 +162,13 @@ def find_runs(
 ) -> Runs:
     """Classify blocks by the states of tiles, and by evaluating pairs.
 
-    A tile as large as the mask is looked at first. One that is undecided is cut into columns of blocks, if
-    nothing but the keys tells its blocks apart, else into quarters. states: None if none can be found
+    It starts with one tile as large as the mask. An undecided tile is cut into columns of blocks if its
+    blocks differ only by their keys, else into quarters. states: None if the mask_mod cannot be traced
     """
     collector = _TileCollector((B, H), grid)
 
     def visit(tiles: Tensor) -> Tensor:
-        """Collect what is decided of tiles; return the parts of the others."""
+        """Collect the decided tiles; return the parts of the undecided ones."""
         size = (tiles[:, 3] - tiles[:, 2]) * (tiles[:, 5] - tiles[:, 4])
         if states is None:
             some, full = size > 0, size < 0
@@ -209,8 +209,8 @@ def find_intervals(
 ) -> tuple[Tensor, Tensor] | None:
     """Return each row's interval of visible keys in its masked blocks: int32 (lo, hi), each [B, H, q_len].
 
-    None unless every row sees exactly the keys of one interval there. reads: whether the mask_mod may depend
-    on b, on h; device: of its tensors
+    None if some row sees other keys there than one interval. reads: whether the mask_mod may depend on b, and
+    on h; device: of its tensors
     """
     B, H, _, _ = runs.shape
     b, h = (size if read else 1 for size, read in zip((B, H), reads, strict=True))
@@ -219,7 +219,7 @@ def find_intervals(
         runs = shared
     try:
         keys = find_row_intervals(mask_mod, device, b, h, grid)
-    except Exception:  # of user code: beyond the listed blocks a mask_mod may index past the end of a table
+    except Exception:  # of a mask_mod that indexes past a table's end outside of listed blocks
         keys = None
     if keys is not None:
         interval = keys.expand((b, h), runs.shape[:2]).in_masked_blocks(runs, grid.q_block, grid.kv_block)
@@ -231,9 +231,9 @@ def find_intervals(
 def _evaluate_intervals(evaluate: PairEvaluator, runs: Runs, grid: Grid) -> tuple[Tensor, Tensor] | None:
     """Return the intervals of :func:`find_intervals` from every pair of the masked blocks."""
     parts = [torch.zeros(2, *runs.shape[:2], 0, dtype=torch.int32)]
-    batch = runs.counts()[0].sum((0, 1)).cumsum(0) // _MASKED_BLOCKS  # of rows of blocks, for each of them
+    batch = runs.counts()[0].sum((0, 1)).cumsum(0) // _MASKED_BLOCKS  # for each row of blocks
     ends = batch.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
-    for first, end in zip([0, *ends], ends):  # rows that are no interval can end the search early
+    for first, end in zip([0, *ends], ends):  # the search ends at the first row that is not an interval
         part = _intervals_of_rows(evaluate, runs.take(torch.arange(first, end)[None]), first, grid)
         if part is None:
             return None
@@ -243,8 +243,8 @@ def _evaluate_intervals(evaluate: PairEvaluator, runs: Runs, grid: Grid) -> tupl
 
 
 def _intervals_of_rows(evaluate: PairEvaluator, runs: Runs, first: int, grid: Grid) -> Tensor | None:
-    """Return lo and hi of :func:`find_intervals` of the rows of blocks from ``first`` on, which are all rows
-    of ``runs``: int32 [2, B, H, tokens]."""
+    """Return lo and hi of :func:`find_intervals` for the rows of ``runs``, the first of which is row
+    ``first`` of the mask: int32 [2, B, H, tokens]."""
     b, h, rows, _ = runs.shape
     blocks = masked_blocks(runs)
     line = ((blocks[:, 0] * h + blocks[:, 1]) * rows + blocks[:, 2])[:, None].expand(-1, grid.q_block)
@@ -270,7 +270,17 @@ def _intervals_of_rows(evaluate: PairEvaluator, runs: Runs, first: int, grid: Gr
 
 
 def masked_blocks(runs: Runs) -> Tensor:
-    """List every MASKED block as (b, h, row, col): int64 [n, 4]."""
+    """List every MASKED block of a pattern.
+
+    >>> masked_blocks(Runs.from_kinds(torch.tensor([[[[1, 0], [3, 0]]]], dtype=torch.uint8))).tolist()
+    [[0, 0, 0, 1], [0, 0, 1, 1]]
+
+    Args:
+        runs: blocks of a mask, ``mask.runs``.
+
+    Returns:
+        int64 [n, 4], rows (batch row, head, row of blocks, column of blocks).
+    """
     _, h, r, _ = runs.shape
     *flat, kind = runs._flat()
     row, start, end = (t[kind == Kind.MASKED] for t in flat)
@@ -280,8 +290,8 @@ def masked_blocks(runs: Runs) -> Tensor:
 
 
 class _TileCollector:
-    """Collects classified tiles in any order and merges them into Runs, by rows or by columns: whichever the
-    first tiles have fewer of."""
+    """Collects classified tiles in any order and merges them into Runs, by rows or by columns: by the one
+    that the first tiles have fewer of."""
 
     def __init__(self, lines: tuple[int, int], grid: Grid) -> None:
         self._lines, self._sizes = lines, (grid.rows, grid.cols)
@@ -336,7 +346,7 @@ def _columns(tiles: Tensor) -> Tensor:
 
 
 def _quarters(tiles: Tensor) -> Tensor:
-    """Cut each tile into up to four at a power of two from its start, so that sides are powers of two."""
+    """Cut each tile into up to four parts whose sides are powers of two, but for the last ones."""
     q0, q1, k0, k1 = tiles[:, 2:6].unbind(1)
     q, k = ((lo, lo + _half(hi - lo), hi) for lo, hi in ((q0, q1), (k0, k1)))
     parts = []

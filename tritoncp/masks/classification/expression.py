@@ -1,8 +1,8 @@
 """A traced mask_mod as an expression: "and" and "or" of comparisons and predicates.
 
-``(q >= kv) & (doc[q] == doc[kv])`` is ``Both((Relation("ge", q, kv), Relation("eq", doc[q], doc[kv])))``.
-Each side of a comparison depends on the query or on the key alone: such masks are intervals of each row
-(`row_intervals`). What has another form is a predicate of pairs.
+``(q >= kv) & (doc[q] == doc[kv])`` is ``Both((Relation("ge", q, kv), Relation("eq", doc[q], doc[kv])))``. If
+each side of a comparison depends on the query alone or on the key alone, the visible keys of a row are
+intervals (`row_intervals`). A comparison of any other form is a predicate of pairs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from tritoncp.core.tracing import SHAPE_ONLY, dtype_of, operation_name
 from tritoncp.masks.classification.interval_arithmetic import COPIES, is_integer
+from tritoncp.mods.tracing import SHAPE_ONLY, dtype_of, operation_name
 
 BATCH, HEAD, QUERY, KEY, DISTANCE = (1 << place for place in range(5))  # DISTANCE: q_idx - kv_idx
 PAIR = QUERY | KEY
-Term = tuple[int, Any]  # sign; a node, or a Python number
+Term = tuple[int, Any]  # (sign, node or Python number)
 
 
 class Both(NamedTuple):
@@ -50,7 +50,7 @@ class Relation(NamedTuple):
     ``q - kv < 4`` is ``Relation("lt", ((1, q), (-1, 4)), ((1, kv),), limits)``: q - 4 < kv.
 
     op:     "lt", "le", "gt", "ge", "eq" or "ne"
-    limits: range of the integer types in which the mask_mod computes these sums; it wraps beyond
+    limits: range of the integer types in which the mask_mod computes these sums, outside of which they wrap
     """
 
     op: str
@@ -65,7 +65,7 @@ MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "n
 _AND, _OR, _XOR, _NOT = (
     (f"bitwise_{name}", f"__{name}__", f"logical_{name}") for name in ("and", "or", "xor", "not")
 )
-WIDEST = -(1 << 61), 1 << 61  # range of sums whose differences and negatives do not wrap
+WIDEST = -(1 << 61), 1 << 61  # sums in this range have differences and negatives that do not wrap
 
 
 class _NotSeparable(Exception):
@@ -94,13 +94,12 @@ class Reader:
             self.depends[node] = depends
 
     def read(self, value: Any, holds: bool = True) -> Expression:
-        """Return the expression of the pairs for which a value is true; is false, where ``holds`` is
-        False."""
+        """Return the expression of the pairs for which a value is true, or false if ``holds`` is False."""
         side = self._side(value)
         if side == PAIR:
             try:
                 return self._read_pairs(value, holds)
-            except _NotSeparable:  # tiles of it are bounded, or its pairs evaluated
+            except _NotSeparable:  # it is bounded over tiles, or evaluated at its pairs
                 return Predicate(value, holds, PAIR)
         return Predicate(value, holds, side)
 
@@ -146,7 +145,8 @@ class Reader:
         return _separate(op, self.depends, [(1, left), *((-1, right),)])
 
     def _split(self, op: str, a: fx.Node, b: Any) -> Expression | None:
-        """Return the expression of ``a op b`` where a is an absolute value, an extremum or a choice."""
+        """Return the expression of ``a op b`` where a is an absolute value, a minimum or maximum, or a choice
+        (where)."""
         name, args, is_order = operation_name(a), a.args, op not in ("eq", "ne")
         below = op in ("lt", "le")
         if name == "abs" and is_order:  # |x| < b is x < b and -x < b
@@ -178,14 +178,14 @@ def is_distance(node: fx.Node, indices: Sequence[fx.Node]) -> bool:
 
 
 def _join(every: bool, parts: Sequence[Expression]) -> Expression:
-    """Return Both, or Either, of parts, without one inside another of its kind."""
+    """Join parts as Both or Either, and flatten nested ones of the same kind."""
     kind = Both if every else Either
     flat = [inner for part in parts for inner in (part.parts if isinstance(part, kind) else (part,))]
     return kind(tuple(flat)) if len(flat) > 1 else flat[0]
 
 
 def _separate(op: str, depends: dict[fx.Node, int], terms: Sequence[Term]) -> Expression:
-    """Return ``sum of terms op 0`` as a comparison of what depends on the query with what depends on the
+    """Move the terms of ``sum of terms op 0`` so that one side depends on the query and the other on the
     key."""
     limits = [WIDEST]
     split = _split_sums(terms, depends, limits)

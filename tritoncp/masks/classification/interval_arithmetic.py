@@ -1,8 +1,8 @@
 """Interval arithmetic on torch's element-wise operations (R. E. Moore, "Interval Analysis", 1966).
 
-A ValueRange bounds one element in each of n tiles. A rule gives the ValueRange of an operation's result from
-those of its operands. Floats are bounded in their own type, where rounding is monotone: the bounds of a sum
-are the sums of the bounds. Integers of every type are bounded exactly, in float64, up to 2^51.
+A ValueRange bounds one element in each of n tiles. A rule maps the ValueRanges of an operation's operands to
+the ValueRange of its result. Floats are bounded in their type, in which rounding is monotone: the bounds of
+a sum are the sums of the bounds. Integers of every type are bounded exactly, in float64, up to 2^51.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SUPPORTED_TYPES = (  # values of other types have no bounds
+SUPPORTED_TYPES = (  # a value of any other type has no bounds
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
@@ -92,8 +92,8 @@ def cast_range(x: ValueRange, dtype: torch.dtype) -> ValueRange:
 
 
 def _monotone(op: Callable[..., Tensor]) -> Rule:
-    """Return the rule of an operation that rises or falls with each operand at all values of the other
-    operands: its least and greatest values are at the ends of ranges."""
+    """Return the rule of an operation that is monotone in each operand: its min and max are at the ends of
+    the operands' ranges."""
 
     def rule(dtype: torch.dtype, *operands: ValueRange) -> ValueRange:
         ends = [(x.lo,) if x.lo is x.hi else (x.lo, x.hi) for x in operands]
@@ -152,7 +152,7 @@ def _shift(rule: Rule) -> Rule:
     return shift
 
 
-def _of_bools(op: Callable[..., Tensor]) -> Rule:
+def _bool_rule(op: Callable[..., Tensor]) -> Rule:
     """Return the rule of & | or ^ for bools; the bits of integers have no bounds."""
     return lambda dtype, *operands: _monotone(op)(dtype, *operands) if dtype is torch.bool else None
 
@@ -170,8 +170,8 @@ def _equal(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
 
 
 COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh_copy")
-# Rules by operation name, grouped by the type the operation computes in: that of its result, the common type
-# of its operands, bool.
+# Rules by operation name, grouped by the type that the operation computes in: its result's type, the common
+# type of its operands, or bool.
 RESULT_RULES: dict[str, Rule] = {
     "add": _finite(_monotone(torch.add)), "sub": _finite(_monotone(torch.sub)),
     "rsub": _finite(_monotone(torch.rsub)),
@@ -184,9 +184,9 @@ RESULT_RULES: dict[str, Rule] = {
     "div_trunc": _integer_division(torch.trunc),
     **dict.fromkeys(("bitwise_left_shift", "__lshift__"), _shift(_monotone(torch.mul))),
     **dict.fromkeys(("bitwise_right_shift", "__rshift__"), _shift(_integer_division(torch.floor))),
-    **dict.fromkeys(("bitwise_and", "__and__"), _of_bools(torch.logical_and)),
-    **dict.fromkeys(("bitwise_or", "__or__"), _of_bools(torch.logical_or)),
-    **dict.fromkeys(("bitwise_xor", "__xor__"), _of_bools(torch.logical_xor)),
+    **dict.fromkeys(("bitwise_and", "__and__"), _bool_rule(torch.logical_and)),
+    **dict.fromkeys(("bitwise_or", "__or__"), _bool_rule(torch.logical_or)),
+    **dict.fromkeys(("bitwise_xor", "__xor__"), _bool_rule(torch.logical_xor)),
     "bitwise_not": _monotone(lambda x: ~x if x.dtype is torch.bool else -1 - x),
     "where": _monotone(torch.where),
     **{name: _monotone(getattr(torch, name)) for name in ("relu", "floor", "ceil", "trunc", "round")},

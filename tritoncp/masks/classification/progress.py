@@ -1,4 +1,4 @@
-"""The bar of a mask whose pairs have to be evaluated."""
+"""The progress bar of a mask whose pairs have to be evaluated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DELAY = 2.0  # seconds without a bar
 class Bar:
     """A bar of progress on stderr that appears after DELAY seconds, on a terminal and on rank 0 only.
 
-    Until then it costs a look at the clock for each chunk of pairs.
+    Until then it reads the clock once per chunk of pairs.
     """
 
     def __init__(self, title: str, total: int) -> None:
@@ -24,9 +24,9 @@ class Bar:
         self._progress: Any = None
 
     def is_due(self) -> bool:
-        """Return whether progress is to be shown."""
+        """Return whether the bar is due: DELAY is over, on a terminal and on rank 0."""
         if self._progress is None and time.monotonic() - self._begin > DELAY:
-            from rich.console import Console  # late: quick masks need no rich
+            from rich.console import Console  # imported here, since quick masks do not need rich
             from rich.progress import Progress
 
             console = Console(stderr=True)

@@ -1,9 +1,10 @@
 """Masks as intervals of each row: the keys that a query sees are a short sorted list of intervals.
 
 An expression of a mask_mod (`expression`) becomes such lists without evaluating pairs. Each side of a
-comparison is a vector over the queries or the keys: where the keys' side ascends, the keys that a query sees
-are a range that binary search finds; where it repeats values, they are the runs of the query's value. "And",
-"or" and "not" are intersection, union and complement of lists. A function that returns None found no lists.
+comparison is a vector over the queries or the keys. If the keys' side ascends, binary search finds the range
+of keys that a query sees; if it repeats values, the visible keys are the runs that equal the query's value.
+"And", "or" and "not" are intersection, union and complement of lists. A function that returns None found no
+lists.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RowIntervals:
         if len(lo) > 1:
             hi = hi.cummax(0).values if bool((hi[1:] < hi[:-1]).any()) else hi
             joins = (lo[1:] <= hi[:-1]) & (lo[1:] < keys)
-            if bool(joins.any()):  # what touches gets the start of its first and the end of its last
+            if bool(joins.any()):  # merge intervals that touch
                 starts = [lo[0]]
                 for join, start in zip(joins, lo[1:]):
                     starts.append(starts[-1].where(join, start))
@@ -69,30 +70,31 @@ class RowIntervals:
 
     @property
     def hull(self) -> tuple[Tensor, Tensor]:
-        """The smallest interval around all of a row: (lo, hi), int32 [n, rows]; (keys, 0) of an empty row."""
+        """The smallest interval that contains all intervals of a row: (lo, hi), int32 [n, rows]; (keys, 0)
+        for an empty row."""
         return self.lo[0], self.hi.where(self.lo < self.hi, 0).amax(0)
 
     def intersect(self, other: RowIntervals) -> RowIntervals | None:
         """Return the keys that are in both; None if a row has more than MOST intervals of them."""
         lo = torch.maximum(self.lo[:, None], other.lo).flatten(0, 1)
         hi = torch.minimum(self.hi[:, None], other.hi).flatten(0, 1)
-        return RowIntervals.sorted(lo, hi, self.keys)._if_few()
+        return RowIntervals.sorted(lo, hi, self.keys)._limit()
 
     def unite(self, other: RowIntervals) -> RowIntervals | None:
         """Return the keys that are in either; None if a row has more than MOST intervals of them."""
         lo, hi = torch.cat([self.lo, other.lo]), torch.cat([self.hi, other.hi])
-        return RowIntervals.sorted(lo, hi, self.keys)._if_few()
+        return RowIntervals.sorted(lo, hi, self.keys)._limit()
 
     def complement(self) -> RowIntervals:
         """Return the keys that are in no interval."""
         first, last = torch.zeros_like(self.lo[:1]), torch.full_like(self.lo[:1], self.keys)
         return RowIntervals.sorted(torch.cat([first, self.hi]), torch.cat([self.lo, last]), self.keys)
 
-    def _if_few(self) -> RowIntervals | None:
+    def _limit(self) -> RowIntervals | None:
         return self if len(self.lo) <= MOST else None
 
     def expand(self, lines: tuple[int, int], wanted: Sequence[int]) -> RowIntervals:
-        """Repeat batch rows and heads. lines, wanted: numbers of batch rows and heads, before and after"""
+        """Repeat batch rows and heads. lines, wanted: (batch rows, heads) before and after"""
         lo, hi = (x.unflatten(1, lines).expand(-1, *wanted, -1).flatten(1, 2) for x in (self.lo, self.hi))
         return RowIntervals(lo, hi, self.keys)
 
@@ -102,8 +104,9 @@ class RowIntervals:
         return Runs.from_intervals(lo, hi, q_block, kv_block, self.keys)
 
     def in_masked_blocks(self, runs: Runs, q_block: int, kv_block: int) -> tuple[Tensor, Tensor] | None:
-        """Return the interval of keys of each row in its masked blocks: int32 (lo, hi), each [B, H, rows];
-        None unless every row sees exactly the keys of one interval there. runs: of :meth:`to_runs`"""
+        """Return the interval of keys that each row sees in its masked blocks: int32 (lo, hi), each [B, H,
+        rows]; None if some row sees other keys there than one interval. runs: the result of
+        :meth:`to_runs`"""
         b, h, blocks, _ = runs.shape
         rows = self.lo.shape[2]
         if len(self.lo) == 1:
@@ -171,9 +174,9 @@ def compare(op: str, query: Tensor, key: Tensor, within: RowIntervals) -> RowInt
 
 
 def _compare_with_rising(op: str, query: Tensor, key: Tensor) -> RowIntervals:
-    """Return the keys for which ``query op key`` holds, where ``key`` does not fall."""
+    """Return the keys for which ``query op key`` holds, for an ascending ``key``."""
     n, keys = max(len(query), len(key)), key.shape[1]
-    if not key.is_floating_point() and bool((key.diff() == 1).all()):  # each key is its place
+    if not key.is_floating_point() and bool((key.diff() == 1).all()):  # each key equals its index
         place = (query - key[:, :1] + int(op in ("ge", "lt"))).clamp(0, keys).int()
     else:
         sides = (x.expand(n, -1).contiguous() for x in (key, query))
@@ -184,8 +187,8 @@ def _compare_with_rising(op: str, query: Tensor, key: Tensor) -> RowIntervals:
 
 
 def _compare_in_pieces(op: str, query: Tensor, key: Tensor, within: RowIntervals) -> RowIntervals | None:
-    """Return the keys of :func:`compare` where ``key`` rises within each interval of ``within``, as positions
-    that start again in every document do within a document."""
+    """Return the keys of :func:`compare` if ``key`` ascends within each interval of ``within``. For example,
+    positions that restart in every document ascend within each document."""
     n, keys = within.lo.shape[1], within.keys
     left, right = within.lo.long(), within.hi.long()
     piece = pad((key.diff() < 0).cumsum(1), (1, 0)).expand(n, -1)
@@ -199,7 +202,7 @@ def _compare_in_pieces(op: str, query: Tensor, key: Tensor, within: RowIntervals
         key = 2 * torch.searchsorted(values, key) + 1
     low, high = int(key.min()), int(key.max())
     width = high - low + 3
-    line = (piece * width + key - low).contiguous()  # rises over all pieces
+    line = (piece * width + key - low).contiguous()  # ascends over all pieces
     asked = first * width + query.clamp(low - 1, high + 1) - low
     places = [torch.searchsorted(line, x, right=op in ("ge", "lt")) for x in asked]
     place = torch.stack(places).maximum(left).minimum(right)
@@ -213,11 +216,11 @@ def _find_equal(query: Tensor, key: Tensor, within: RowIntervals) -> RowInterval
     runs = EqualRuns.of(key)
     values, rank = key[runs.line, runs.start].unique(return_inverse=True)
     group, order = (runs.line * len(values) + rank).sort(stable=True)
-    asked = EqualRuns.of(query)  # rows of one value in turn ask for one group
+    asked = EqualRuns.of(query)  # neighbouring rows of one value ask for one group
     value = query[asked.line, asked.start]
     rank = torch.searchsorted(values, value).clamp(max=len(values) - 1)
     known, length = values[rank] == value, asked.end - asked.start
-    if len(key) > 1 and len(query) == 1:  # every line of keys is asked for
+    if len(key) > 1 and len(query) == 1:  # every row of keys is looked up
         rank, known, length = rank.repeat(n), known.repeat(n), length.repeat(n)
         rank = rank + torch.arange(n).repeat_interleave(len(asked.line)) * len(values)
     elif len(key) > 1:
@@ -239,7 +242,7 @@ def find_true_distances(shown: Tensor, within: RowIntervals) -> RowIntervals | N
     """Return the keys of ``within`` for which ``shown[:, q - kv + keys - 1]`` is true. shown: bool [n or 1,
     rows + keys - 1]"""
     end = torch.arange(within.keys, within.keys + within.lo.shape[2], dtype=torch.int32)
-    return _find_true(shown, within, end)  # key kv is place end - 1 - kv
+    return _find_true(shown, within, end)  # key kv is at place end - 1 - kv
 
 
 def _find_true(shown: Tensor, within: RowIntervals, mirror: Tensor | None) -> RowIntervals | None:
@@ -289,9 +292,9 @@ class _Groups(NamedTuple):
     ) -> RowIntervals | None:
         """Return the keys of ``within`` in the runs of the group that each row asks for.
 
-        asked:  int64 [a], -1 where no group is
-        expand: from asked ones to rows, [..., a] to [..., n, rows]
-        mirror: int32 [rows], where runs are of places ``mirror - 1 - kv`` instead of keys
+        asked:  group to look up, int64 [a]; -1 for none
+        expand: repeats results for rows, [..., a] to [..., n, rows]
+        mirror: int32 [rows], if runs count places ``mirror - 1 - kv`` instead of keys
         """
         first, last = (torch.searchsorted(self.group, asked, right=right) for right in (False, True))
         if int((last - first).max()) > 2:  # only the runs that overlap what a row sees

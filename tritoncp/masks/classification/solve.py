@@ -1,7 +1,7 @@
 """The row intervals of a traced mask_mod: its expression, solved with vectors of its values.
 
-A value that depends on the query alone is evaluated once for every query, by the mask_mod's own operations on
-the device of its tensors; likewise for keys, and for distances q_idx - kv_idx. No pair is evaluated.
+A value that depends only on the query is evaluated once for every query, by the mask_mod's operations on the
+device of its tensors; likewise for keys, and for distances q_idx - kv_idx. No pair is evaluated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 
 from tritoncp.core.host_copy import is_remote, to_host
-from tritoncp.core.tracing import ancestors
 from tritoncp.masks.classification.expression import (
     BATCH,
     DISTANCE,
@@ -39,13 +38,14 @@ from tritoncp.masks.classification.row_intervals import (
     find_true_distances,
     keep_rows,
 )
+from tritoncp.mods.tracing import ancestors
 
 Value = tuple[fx.Node, int]  # a node, and QUERY, KEY or DISTANCE
 
 
 def solve(expression: Expression, vectors: Vectors, within: RowIntervals) -> RowIntervals | None:
-    """Return the keys of ``within`` that an expression shows; None if they are not a few intervals of each
-    row, or if that takes evaluating pairs."""
+    """Return the keys of ``within`` that an expression shows; None if a row has many intervals, or if finding
+    them takes evaluating pairs."""
     if isinstance(expression, Both):
         return _solve_both(sorted(expression.parts, key=_effort), vectors, within)
     if isinstance(expression, Either):
@@ -66,8 +66,8 @@ def solve(expression: Expression, vectors: Vectors, within: RowIntervals) -> Row
 
 
 def _solve_both(parts: list[Expression], vectors: Vectors, within: RowIntervals) -> RowIntervals | None:
-    """Return the keys of ``within`` that every part shows. A part may be solvable only within what others
-    leave: positions that start again in every document ascend within one."""
+    """Return the keys of ``within`` that every part shows. Some parts can be solved only within the result of
+    others: positions that restart in every document ascend only within a document."""
     while parts:
         unsolved = []
         for part in parts:
@@ -83,7 +83,7 @@ def _solve_both(parts: list[Expression], vectors: Vectors, within: RowIntervals)
 
 
 def _effort(expression: Expression) -> int:
-    """Return the place of an expression in the order in which the parts of Both are solved."""
+    """Return the rank of an expression: the parts of Both are solved in ascending order."""
     if isinstance(expression, Both | Either):
         return 4 + max(map(_effort, expression.parts))
     if isinstance(expression, Relation):
@@ -128,7 +128,7 @@ class Vectors:
         head = torch.arange(n[1], device=device).repeat(n[0])
         found: dict[Value, Tensor] = {}
         for side in (QUERY, KEY, DISTANCE):
-            for shared in (True, False):  # by all batch rows and heads
+            for shared in (True, False):  # for all batch rows and heads
                 nodes = [x for x, of in wanted if of == side and shared == (not depends[x] & (BATCH | HEAD))]
                 if not nodes:
                     continue
@@ -138,10 +138,11 @@ class Vectors:
                 b, h = (batch[0], head[0]) if shared else (batch, head)
                 outs = run(b, h, index[side])
                 found |= {(node, side): out[None] if shared else out for node, out in zip(nodes, outs)}
-        self._values = dict(zip(found, _on_host(list(found.values()))))
+        self._values = dict(zip(found, _copy_to_host(list(found.values()))))
 
     def shown(self, predicate: Predicate) -> Tensor:
-        """Return where a predicate of queries, keys or distances holds: bool [n or 1, their number or 1]."""
+        """Return where a predicate of queries, keys or distances holds: bool [n or 1, number of values or
+        1]."""
         value, holds, of = predicate
         return (
             self._values[value, of] == holds
@@ -184,7 +185,8 @@ class Vectors:
 
 
 class _Subgraph:
-    """Some nodes of a graph as a function of (b, h, index). side: QUERY, KEY or DISTANCE, what index is"""
+    """Some nodes of a graph as a function of (b, h, index). side: what index counts, QUERY, KEY or
+    DISTANCE"""
 
     def __init__(self, graph: fx.GraphModule, nodes: Sequence[fx.Node], side: int) -> None:
         self._graph, self._nodes = graph, nodes
@@ -204,6 +206,6 @@ class _Subgraph:
         return tuple(values[node] for node in self._nodes)
 
 
-def _on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy tensors to the CPU, with one copy for those of a device."""
+def _copy_to_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Copy tensors to the CPU, with one copy per device."""
     return to_host(tensors) if any(map(is_remote, tensors)) else tensors

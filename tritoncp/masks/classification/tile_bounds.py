@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tritoncp.core.tracing import SHAPE_ONLY, Mod, ancestors, dtype_of, graph_of, operation_name, result_of
 from tritoncp.masks.classification.interval_arithmetic import (
     BOOL_RULES,
     COPIES,
@@ -31,6 +30,7 @@ from tritoncp.masks.classification.interval_arithmetic import (
     tensor_min,
     unknown_range,
 )
+from tritoncp.mods.tracing import SHAPE_ONLY, Mod, ancestors, dtype_of, graph_of, operation_name, result_of
 
 
 class PartialIndex(NamedTuple):
@@ -41,11 +41,11 @@ class PartialIndex(NamedTuple):
     varies: tuple[bool, ...]  # for each index, whether it varies inside a tile
 
 
-Value = Tensor | ValueRange | PartialIndex | None  # None: a tensor with dimensions and without bounds
+Value = Tensor | ValueRange | PartialIndex | None  # None: a tensor that has dimensions but no bounds
 
 
 def trace(mask_mod: Mod, device: str | torch.device = "cpu") -> fx.GraphModule | None:
-    """Return the graph of a mask_mod, which captures tensors on ``device``; None if the mask_mod has to be
+    """Return the graph of a mask_mod that captures tensors on ``device``; None if the mask_mod has to be
     evaluated pair by pair."""
     graph = graph_of(mask_mod, device)
     if graph is None:
@@ -54,7 +54,7 @@ def trace(mask_mod: Mod, device: str | torch.device = "cpu") -> fx.GraphModule |
     is_bool = isinstance(output, fx.Node) and dtype_of(output) is torch.bool
     scalar_bool = is_bool and not output.meta["val"].ndim
     random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes)
-    mutates = any(map(_is_mutation, nodes))  # ranges of aliases would be stale
+    mutates = any(map(_is_mutation, nodes))  # an operation in place would make the ranges of aliases stale
     captures = [getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"]
     tensors_only = all(isinstance(capture, Tensor) for capture in captures)  # torch.cond captures graphs
     return graph if scalar_bool and tensors_only and not random and not mutates else None
@@ -92,7 +92,8 @@ class Bounds:
     ) -> tuple[Tensor, Tensor]:
         """Bound n tiles, q0 <= q < q1 and k0 <= kv < k1, none of them empty; arguments are int64 [n].
 
-        Returns (some, every), bool [n]. some: a pair of the tile may be visible. every: all pairs surely are.
+        Returns (some, every), bool [n]. some: a pair of the tile may be visible. every: all pairs are
+        visible.
         """
         values: dict[fx.Node, Value] = dict(self._constants)
         for node, lo, hi in zip(self._indices, (b, h, q0, k0), (b, h, q1 - 1, k1 - 1), strict=True):
@@ -103,7 +104,7 @@ class Bounds:
         return visible.hi.expand(len(b)), visible.lo.expand(len(b))
 
     def _fold(self, node: fx.Node) -> None:
-        """Compute an operation now if it does not depend on the tile, else append it to the steps."""
+        """Evaluate an operation at once if it does not depend on the tile, else append it to the steps."""
         operands = node.all_input_nodes
         if operation_name(node) in SHAPE_ONLY:
             inputs = {n: torch.zeros(n.meta["val"].shape, dtype=dtype_of(n)) for n in operands}
@@ -111,7 +112,7 @@ class Bounds:
             inputs = {n: v for n in operands if isinstance(v := self._constants.get(n), Tensor)}
         if len(inputs) < len(operands):
             mixed = any(dtype_of(n) is not dtype_of(o) for n in inputs for o in operands)
-            # with a constant operand of another dtype, vmap promotes these in another way than the trace
+            # with a constant of another dtype, vmap promotes these operations differently from the trace
             ambiguous = mixed and operation_name(node) in (*OPERAND_RULES, "where", "clamp")
             self._steps.append((node, None if ambiguous else _plan_step(node)))
             return
@@ -122,7 +123,7 @@ class Bounds:
     def _value(self, node: fx.Node, step: RuledOperation | None, values: dict[fx.Node, Value]) -> Value:
         """Bound the result of one operation. values: of the operations before it."""
         val = node.meta["val"]
-        if not isinstance(val, Tensor) or val.dtype not in SUPPORTED_TYPES:  # several results, or no bounds
+        if not isinstance(val, Tensor) or val.dtype not in SUPPORTED_TYPES:  # many results, or no bounds
             return None
         dtype = val.dtype
         if operation_name(node) in GATHERS:
@@ -168,10 +169,10 @@ class Bounds:
 
 
 class Pyramid:
-    """Least and greatest element within any box of a table, from levels that are halved in turn (a mip map).
+    """Min and max within any box of a table, from levels of halved resolution (a mip map).
 
-    In each dimension two cells of the least 2^k >= the box's length cover the box. Dimensions whose index
-    does not vary inside a tile are not halved.
+    In each dimension, two cells of size 2^k cover the box, for the min k with 2^k >= its length. Dimensions
+    whose index does not vary inside a tile are not halved.
     """
 
     def __init__(self, table: Tensor, varies: Sequence[bool]) -> None:
@@ -199,7 +200,7 @@ class Pyramid:
             valid = valid & inside
             if place < self.num_constant:
                 valid = valid & (lo == hi)
-            else:  # frexp's exponent of n - 1 is the least k with 2^k >= n
+            else:  # frexp's exponent of n - 1 is the min k with 2^k >= n
                 level = torch.maximum(level, torch.frexp((hi - lo).double()).exponent.long())
         level = torch.where(valid, level, 0)
         strides = self.strides[level]  # [n, dims]

@@ -1,5 +1,5 @@
-"""What an expression shows of tiles of blocks, from vectors of its values: no pair, every pair, or some pairs
-of every block."""
+"""States of tiles of blocks, from vectors of an expression's values: no pair is visible, every pair, or some
+pairs of every block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TileStates(NamedTuple):
     some:    a pair may be visible
     every:   all pairs are
     mixed:   in every block of the tile, a pair is visible and another is not
-    settled: all is known but which keys the predicates of keys show
+    settled: only predicates of keys are still unknown
     """
 
     some: Tensor
@@ -39,7 +39,7 @@ class TileStates(NamedTuple):
     settled: Tensor
 
     def swapped(self) -> TileStates:
-        """Return the states of the opposite."""
+        """Return the states of the negated expression."""
         return TileStates(~self.every, ~self.some, self.mixed, self.settled)
 
 
@@ -59,17 +59,18 @@ Leaf = Callable[[Tiles], TileStates]
 
 
 class Counts:
-    """Numbers of True in ranges of the lines of a bool matrix."""
+    """Counts True values in ranges of the rows of a bool matrix."""
 
     def __init__(self, values: Tensor) -> None:
         self._total = torch.nn.functional.pad(values.cumsum(1), (1, 0))
 
     def in_windows(self, size: int) -> Tensor:
-        """Count the True of the ``size`` places from each place on."""
+        """Count the True values among the ``size`` places from each place on."""
         return self._total[:, size:] - self._total[:, :-size]
 
     def __call__(self, line: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """Count the True of each range, start <= place < end: int64 [n]. One line serves all."""
+        """Count the True values of each range, start <= place < end: int64 [n]. A single row serves all
+        ranges."""
         line = line if len(self._total) > 1 else torch.zeros_like(line)
         return self._total[line, end] - self._total[line, start]
 
@@ -82,38 +83,38 @@ def tile_states(expression: Expression, vectors: Vectors, blocks: tuple[int, int
         return lambda tiles: _join(every, [part(tiles) for part in parts])
     if isinstance(expression, Relation):
         sides = vectors.sides(expression)
-        return _unknown if sides is None else _of_comparison(expression.op, *sides)
+        return _unknown_states if sides is None else _comparison_states(expression.op, *sides)
     if expression.of == PAIR:
         assert isinstance(expression.value, fx.Node)
         bounds = Bounds(vectors.graph, expression.value)
-        return lambda tiles: _of_pairs(bounds, expression.holds, tiles)
+        return lambda tiles: _pair_states(bounds, expression.holds, tiles)
     shown = vectors.shown(expression)
     if expression.of == DISTANCE:
-        return _of_distances(shown, vectors.lengths[1], blocks)
-    return _of_side(shown, expression.of, blocks)
+        return _distance_states(shown, vectors.lengths[1], blocks)
+    return _side_states(shown, expression.of, blocks)
 
 
 def _join(every: bool, parts: Sequence[TileStates]) -> TileStates:
-    """Return the states of Both, or of Either, from those of parts."""
+    """Join the states of parts into the states of Both, or of Either."""
     if not every:
         return _join(True, [part.swapped() for part in parts]).swapped()
     some, shown, mixed, settled = (torch.stack(x) for x in zip(*parts))
-    one_left = (~shown).sum(0) == 1  # all other parts show every pair
+    one_left = (~shown).sum(0) == 1  # all other parts are True for every pair
     return TileStates(some.all(0), shown.all(0), one_left & mixed.any(0), settled.all(0))
 
 
-def _unknown(tiles: Tiles) -> TileStates:
+def _unknown_states(tiles: Tiles) -> TileStates:
     no = torch.zeros_like(tiles.line, dtype=torch.bool)
     return TileStates(~no, no, no, no)
 
 
-def _of_pairs(bounds: Bounds, holds: bool, tiles: Tiles) -> TileStates:
+def _pair_states(bounds: Bounds, holds: bool, tiles: Tiles) -> TileStates:
     some, every = bounds(tiles.b, tiles.h, *tiles.queries, *tiles.keys)
     states = TileStates(some, every, torch.zeros_like(some), every | ~some)
     return states if holds else states.swapped()
 
 
-def _of_comparison(op: str, query: Tensor, key: Tensor) -> Leaf:
+def _comparison_states(op: str, query: Tensor, key: Tensor) -> Leaf:
     """Compare the ranges of both sides within a tile."""
     tables = [Pyramid(x, (False, True)) for x in (query, key)]
 
@@ -129,7 +130,7 @@ def _of_comparison(op: str, query: Tensor, key: Tensor) -> Leaf:
     return find
 
 
-def _of_side(shown: Tensor, side: int, blocks: tuple[int, int]) -> Leaf:
+def _side_states(shown: Tensor, side: int, blocks: tuple[int, int]) -> Leaf:
     """Count the queries, or the keys, of a tile for which a predicate holds."""
     size = blocks[0] if side == QUERY else blocks[1]
     counts = Counts(shown)
@@ -152,7 +153,7 @@ def _of_side(shown: Tensor, side: int, blocks: tuple[int, int]) -> Leaf:
     return find
 
 
-def _of_distances(shown: Tensor, keys: int, blocks: tuple[int, int]) -> Leaf:
+def _distance_states(shown: Tensor, keys: int, blocks: tuple[int, int]) -> Leaf:
     """Count the distances within a tile for which a predicate holds. keys: their number"""
     q_block, kv_block = blocks
     size = q_block + kv_block - 1  # distances within a block

@@ -1,2 +1,2 @@
-"""Translation to Triton source of a traced torch graph of one attention score or mask value, and its
+"""Translation of a traced torch graph to Triton source: of one attention score or mask value, and its
 gradient."""

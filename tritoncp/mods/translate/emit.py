@@ -1,7 +1,7 @@
 """Emission of readable Triton source from a torch graph: one line per operation.
 
-Names, types and helpers of the emitted source come from fixed tables; it contains nothing of the user's
-source but numbers, and the function's name reduced to letters, digits and dots.
+Names, types and helpers of the emitted source come from fixed tables. Of the user's source it contains only
+numbers, and the function's name reduced to letters, digits and dots.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _emit_backward(trace: ModTrace, joint: fx.GraphModule) -> list[str]:
 
 
 def _fold_scale(lines: list[str], block: Block) -> bool:
-    """If `score` is only multiplied by a factor that all scores of a tile share, multiply that factor by the
-    scale of attention, which kernels then need not multiply each score by; return whether this was done."""
+    """Fold attention's scale into a factor of the score that all scores of a tile share, which saves kernels
+    one multiplication per score. Return whether the score has such a factor and no other use."""
     uses = [i for i, line in enumerate(lines) if re.search(r"\bscore\b", line)]
     factor = r"[A-Za-z_]\w*|-?[\d.]+(?:e[+-]?\d+)?"
     product = re.fullmatch(rf"(\w+ = score \*) ({factor})", lines[uses[0]]) if len(uses) == 1 else None

@@ -1,7 +1,7 @@
 """Operations on the gradient of a captured tensor, which is zero except at a few indices (`Sparse`).
 
-Backward graphs are linear in it: a scatter makes one, and products with dense factors, sums and reshapes map
-its entries. An operation whose result would be dense raises NotImplementedError.
+Backward graphs are linear in this gradient: a scatter makes it, and products with dense factors, sums and
+reshapes map its entries. An operation whose result would be dense raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def has_sparse(inputs: Sequence[Any]) -> bool:
 
 
 def _flatten(inputs: Sequence[Any]) -> list[Any]:
-    """Return operands and items of lists of operands. (A Scalar, although a tuple, is one operand.)"""
+    """Return operands and the items of lists of operands. (A Scalar is a tuple, but one operand.)"""
     lists = [i if type(i) in (list, tuple) else [i] for i in inputs]
     return [item for items in lists for item in items]
 
@@ -72,8 +72,8 @@ def emit_operation(
 ) -> Value:
     """Emit the operation `name` on gradients of captured tensors.
 
-    Raises NotImplementedError where its result would be dense.
-    pointwise: function that returns the rule of a pointwise operation on Scalars, and its operands
+    Raises NotImplementedError if the result would be dense. pointwise: function that returns the rule of a
+    pointwise operation on Scalars, and its operands
     """
     if name in RULES:
         value = RULES[name](block, node, inputs)

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import graph_module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tritoncp.core.tracing import GraphRecorder
 from tritoncp.mods.errors import Untranslatable
+from tritoncp.mods.tracing import GraphRecorder
 from tritoncp.mods.translate.view_ops import op_name
 
 aten = torch.ops.aten
@@ -92,8 +92,8 @@ def _erase_unused_nodes(graph: fx.Graph) -> None:
 def split_outputs(
     graph: fx.Graph, is_score: bool, order: Sequence[int]
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, fx.GraphModule | None]:
-    """Split a graph of (out, dscore, *gradients) into three: of out, of (dscore, *gradients) and of dscore;
-    for a mask_mod only the first.
+    """Split a graph of (out, dscore, *gradients) into graphs of out, of (dscore, *gradients) and of dscore; a
+    mask_mod has only the first.
 
     order: indices of the gradients that the second graph returns
     """
@@ -114,8 +114,8 @@ def split_outputs(
 
 
 def _graph_module(graph: fx.Graph) -> fx.GraphModule:
-    """Make the GraphModule of a graph, and remove its source from linecache and torch's cache, which would
-    keep it for ever. Only tracebacks read these copies; ``module.code`` has the source too."""
+    """Make the GraphModule of a graph, and remove its source from linecache and torch's cache, which never
+    free it. Only tracebacks read these copies; ``module.code`` has the source too."""
     module = fx.GraphModule(torch.nn.Module(), graph)
     name = type(module).forward.__code__.co_filename
     linecache.cache.pop(name, None)
@@ -128,7 +128,7 @@ def _graph_module(graph: fx.Graph) -> fx.GraphModule:
 
 @functools.lru_cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return torch's decompositions of operations, and those of this module."""
+    """Return torch's decompositions of operations, and the decompositions of this module."""
     table = {
         op: decomposition
         for op, decomposition in global_decomposition_table["post_autograd"].items()

@@ -69,7 +69,7 @@ class GraphWriter:
         self.block = Block(not trace.is_score, dict.fromkeys((*_INPUTS, "keep", "caps", "dcaps"), 1))
         self.values: dict[fx.Node, Value | None] = {}
         self._num_casts = 0  # number of first lines, which convert b and h
-        self.load_axes = 0  # largest number of axes ("q", "kv") on which the address of a load depends
+        self.load_axes = 0  # max number of axes ("q", "kv") on which the address of a load depends
 
     def run(self, graph: fx.Graph) -> list[Value | None]:
         for node in graph.nodes:
@@ -83,7 +83,7 @@ class GraphWriter:
         raise AssertionError("a graph ends in its output")
 
     def lines(self) -> list[str]:
-        """Return the emitted lines, after lines that unpack the captures that these use."""
+        """Return the emitted lines, after lines that unpack the captures they use."""
         used = set(re.findall(r"\w+", "\n".join(self.block.lines)))
         names = ([f"t{i}", f"t{i}_sizes", f"t{i}_strides"] for i in range(len(self.trace.tensors)))
         unpacked = [f"{', '.join(own)} = caps[{i}]" for i, own in enumerate(names) if used & {*own}]

@@ -25,7 +25,7 @@ from tritoncp.mods.translate.symbolic import (
     fixed_dim,
 )
 
-# Elements of one reduction, or of the gradient of one short tensor. A dot product of learned rows and its
+# Max elements of one reduction, or of the gradient of one short tensor. A dot product of learned rows and its
 # gradient compile for sm_90 in 4 s for 16 elements, 19 s for 64, 117 s for 128 (tiles of 32 x 32).
 MAX_UNROLLED = 64
 ZERO = Index(constant(0, torch.int64), None)
@@ -74,7 +74,7 @@ def element_at(value: Scalar | Lazy, indices: Indices, out_rank: int) -> Scalar:
 
 
 def broadcast(shape: Sequence[int], values: Sequence[Scalar | Lazy | Sparse]) -> tuple[Dim, ...]:
-    """Return the dimensions of a broadcast result, named as those of the operands of the same size."""
+    """Return the dimensions of a broadcast result, with the names that operands of that size have."""
     dims = [fixed_dim(size) for size in shape]
     for value in values:
         own = () if isinstance(value, Scalar) else value.shape
@@ -98,7 +98,7 @@ def wrap(block: Block, dim: Dim, index: Scalar) -> Index:
 
 
 def gather(block: Block, source: Lazy, indices: Sequence[Scalar | Lazy | None]) -> Scalar | Lazy:
-    """source[i0, :, i1, ...] with integer tensors of any shape, as torch's advanced indexing."""
+    """Index ``source[i0, :, i1, ...]`` by integer tensors of any shape, like torch's advanced indexing."""
     operands = {dim: index for dim, index in enumerate(indices) if index is not None}
     index_shape = _common_shape(list(operands.values()))
     first = min(operands, default=0)
@@ -138,7 +138,8 @@ def shift(block: Block, index: Index, start: int, step: int) -> Index:
 def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[int]) -> Indices:
     """Convert the index of an element for a contiguous tensor from shape `old` to shape `new`.
 
-    Each part of the result has the bounds checks of all `indices`, since a later view may drop other parts.
+    Each part of the result has the bounds checks of all `indices`, since a later view may drop the other
+    parts.
     """
     if [s for s in old if s != 1] == [s for s in new if s != 1]:
         rest = iter(index for index, size in zip(indices, old, strict=True) if size != 1)
@@ -186,7 +187,7 @@ def dim_sizes(shape: Sequence[Dim]) -> list[int]:
 
 
 def remap(value: Lazy, shape: tuple[Dim, ...], source_index: Callable[[Indices], Indices]) -> Scalar | Lazy:
-    """Return a view of a Lazy: `source_index` maps an index of the result to one of the source."""
+    """Return a view of a Lazy: `source_index` maps an index of the result to an index of the source."""
     if not shape:
         return value.at(source_index(()))
     return Lazy(shape, value.dtype, lambda result: value.at(source_index(result)), value.fill)

@@ -2,7 +2,7 @@
 
 An `IntegerRange` contains all values of an expression, as exact Python integers. b, h, q_idx and kv_idx are
 in [0, 2^30); captured integer tensors have the range of their dtype. A result that can overflow its torch
-dtype wraps around, so its interval becomes that of the dtype.
+dtype wraps around, so its interval becomes the dtype's.
 
 >>> add(INDEX, INDEX).fits(32), mul(INDEX, INDEX).fits(32)
 (True, False)
@@ -49,8 +49,8 @@ def wrap_interval(exact: IntegerRange, dtype: torch.dtype) -> IntegerRange:
 
 
 def _bounds_at_ends(operation: Callable[..., int]) -> Callable[..., IntegerRange]:
-    """Make the interval of an operation that is monotone in each operand on either side of zero: its extreme
-    values are at the ends of intervals, or at -1, 0 and 1 inside of them."""
+    """Make the interval of an operation that is monotone in each operand on either side of zero: its min and
+    max are at the ends of intervals, or at -1, 0 and 1 inside of them."""
 
     def interval(*operands: IntegerRange) -> IntegerRange:
         places = [{*ends, *(x for x in (-1, 0, 1) if ends.lo <= x <= ends.hi)} for ends in operands]
@@ -69,7 +69,7 @@ maximum = _bounds_at_ends(max)
 minimum = _bounds_at_ends(min)
 shift_left = _bounds_at_ends(operator.lshift)
 shift_right = _bounds_at_ends(operator.rshift)
-# A division by zero gives the dividend: helpers then divide by one.
+# A division by zero gives the dividend, since helpers divide by one in its place.
 floor_div = _bounds_at_ends(lambda a, b: a // (b or 1))
 trunc_div = _bounds_at_ends(lambda a, b: math.trunc(Fraction(a, b or 1)))
 

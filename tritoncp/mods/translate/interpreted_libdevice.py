@@ -17,9 +17,9 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 from tritoncp.mods.translate.pointwise_ops import LIBDEVICE
 
-# Functions of several operands, and those that also have a rule for a dtype of their own.
+# Functions of several operands, and functions with another rule for some dtype.
 _OTHERS = "atan2", "copysign", "fmod", "hypot", "pow", "tanh", "trunc"
-# Those that only hand-written mods call, by the names of torch's functions.
+# Functions that only hand-written mods call, by the names of torch's functions.
 _HAND_WRITTEN = {
     "abs": "abs", "ceil": "ceil", "cos": "cos", "erf": "erf", "exp": "exp", "exp2": "exp2", "floor": "floor",
     "log": "log", "log2": "log2", "nearbyint": "round", "rsqrt": "rsqrt", "sin": "sin", "sqrt": "sqrt",
@@ -30,8 +30,7 @@ _HAND_WRITTEN = {
 
 
 def _interpreted(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Apply a torch function to the data of interpreted operands, which have one float type; numbers are
-    taken as such."""
+    """Apply a torch function to the data of interpreted operands of one float type; numbers are passed on."""
 
     def call(*operands: Any) -> Any:
         tensors = [x for x in operands if isinstance(x, tl.tensor)]
@@ -61,7 +60,7 @@ _COPIES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class _Functions(SimpleNamespace):
-    """Stands for the module libdevice in hand-written mods."""
+    """Takes the place of the module libdevice in hand-written mods."""
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(
@@ -72,12 +71,12 @@ class _Functions(SimpleNamespace):
 
 def with_libdevice(fn: Any) -> Any:
     """Return an interpreted function that can call libdevice, also in the @triton.jit functions that it
-    calls: a copy with other globals, or ``fn`` itself if it calls nothing of the kind."""
+    calls: a copy with other globals, or ``fn`` itself if it does not use libdevice."""
     if not isinstance(fn, InterpretedFunction):
         return fn
     if (copy := _COPIES.get(fn)) is None:
         scope, replaced = fn.fn.__globals__, {}
-        _COPIES[fn] = fn  # for functions that call each other
+        _COPIES[fn] = fn  # functions may call each other
         for name in fn.fn.__code__.co_names:
             if (value := scope.get(name)) is not None and (other := _replace(value)) is not value:
                 replaced[name] = other

@@ -13,7 +13,7 @@ from tritoncp.mods.translate import integer_ranges
 from tritoncp.mods.translate.integer_ranges import IntegerRange, dtype_interval, wrap_interval
 from tritoncp.mods.translate.symbolic import TRITON_NAME, Block, Scalar, as_rep, constant, opmath, spell
 
-# fn(block, dtype, *operands): `dtype` is the result's (for comparisons: the dtype in which to compare)
+# fn(block, dtype, *operands), with the dtype of the result, or of a comparison's operands
 Rule = Callable[..., Scalar]
 
 
@@ -98,8 +98,8 @@ def _comparison_rule(symbol: str, hint: str) -> Rule:
 
 
 def _divide(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-    """Emit true division (of integers too, with a float result); in a score_mod, if the divisor is a number
-    or uniform over the tile, the product with its inverse, which is rounded twice."""
+    """Emit true division (of integers too, with a float result). A score_mod multiplies by the inverse of a
+    divisor that is a number or uniform over the tile, which rounds twice."""
     a, b = _convert_all(block, dtype, (a, b))
     rep = opmath(dtype)
     if not block.exact and dtype is torch.float32 and a.axes and not b.axes and b.const != 0:

@@ -37,8 +37,8 @@ Fold = Callable[[Block, torch.dtype, list[Scalar]], Scalar]
 
 
 def _fold(name: str, dtype: torch.dtype | None = None) -> Fold:
-    """Make a fold by a binary operation from the first to the last element, in ``dtype``, or in that of the
-    result; half precisions in float32, as in torch."""
+    """Make a fold by a binary operation from the first to the last element, in ``dtype`` or the result's
+    dtype; half precisions in float32, as in torch."""
 
     def fold(block: Block, result: torch.dtype, elements: list[Scalar]) -> Scalar:
         wide = torch.float32 if result.itemsize == 2 and result.is_floating_point else dtype or result

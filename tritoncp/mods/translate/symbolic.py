@@ -49,8 +49,8 @@ class Scalar(NamedTuple):
 
 
 def as_flag(comparison: str, axes: frozenset[str]) -> str:
-    """Return the source of a comparison as int1: in Triton's interpreter one of scalars has the type of its
-    operands, which is no mask of a load for Triton 3.9."""
+    """Return the source of a comparison as int1. In Triton's interpreter a comparison of scalars has the type
+    of its operands, which Triton 3.9 does not take as the mask of a load."""
     return comparison if axes else f"flag({comparison})"
 
 
@@ -171,7 +171,7 @@ class Block:
     """The lines of one emitted function.
 
     exact: whether divisions and roots are rounded correctly (IEEE 754), which is slower; for masks
-    name_counts: number of variables of each name; at first the parameters, whose names no variable gets
+    name_counts: number of variables of each name; starts with the parameters, whose names are taken
     uniform: variables that are uniform over a score tile
     """
 

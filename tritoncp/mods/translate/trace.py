@@ -1,9 +1,9 @@
 """Tracing of a mask_mod or score_mod to a torch graph for one pair of query and key.
 
-The function runs on 0-d fake tensors (score, b, h, q_idx, kv_idx), and `core.tracing.GraphRecorder` records
-it. The result is an aten graph whose inputs are these five, then all captured tensors in order of first use,
-then the captured numbers that may change without a change of the graph. Under `core.tracing.TensorIndexing`
-an index by a 0-d tensor is traced as a gather.
+The function runs on 0-d fake tensors (score, b, h, q_idx, kv_idx), and `mods.tracing.GraphRecorder` records
+it. The result is an aten graph whose inputs are these five, all captured tensors in order of first use, and
+the captured numbers that may change while the graph stays the same. Under `mods.tracing.TensorIndexing` an
+index by a 0-d tensor is traced as a gather.
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from tritoncp.core.host_copy import plain_autograd
-from tritoncp.core.tracing import TensorIndexing, returns_view, written_tensors
-from tritoncp.core.user_code import (
+from tritoncp.mods.errors import Untranslatable
+from tritoncp.mods.fingerprint import ModState
+from tritoncp.mods.tracing import TensorIndexing, returns_view, written_tensors
+from tritoncp.mods.translate.graph_passes import FakeRecorder, make_pure, split_outputs
+from tritoncp.mods.translate.number_captures import lift_numbers
+from tritoncp.mods.translate.symbolic import TRITON_NAME
+from tritoncp.mods.user_code import (
     HAS_DATA_DEPENDENT_SHAPE,
     IS_RANDOM,
     MUST_NOT_WRITE,
@@ -42,11 +47,6 @@ from tritoncp.core.user_code import (
     origin,
     user_line,
 )
-from tritoncp.mods.errors import Untranslatable
-from tritoncp.mods.fingerprint import ModState
-from tritoncp.mods.translate.graph_passes import FakeRecorder, make_pure, split_outputs
-from tritoncp.mods.translate.number_captures import lift_numbers
-from tritoncp.mods.translate.symbolic import TRITON_NAME
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
@@ -63,7 +63,7 @@ class ModTrace:
 
     name, origin: name and file:line of the function, for messages
     dtype: dtype of scores
-    constants: indices in `tensors` of constant tensors that the function itself makes
+    constants: indices in `tensors` of the constant tensors that the function makes
     """
 
     name: str
@@ -98,8 +98,8 @@ def trace_mod(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state:
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """Return the device of the captured tensors; 0-d ones, which may be CPU scalars, count only if all
-    are."""
+    """Return the device of the captured tensors. 0-d tensors, which may be CPU scalars, count only if there
+    are no others."""
     devices = [t.device for t in tensors if t.ndim] or [t.device for t in tensors]
     return devices[0] if devices else torch.device("cpu")
 
@@ -120,7 +120,7 @@ def _record(
     def joint(dscore: Tensor, score: Tensor, *rest: Tensor) -> Any:
         out = call(score.clone(), *rest).to(dtype)  # clone: the function may edit it in place
         leaves.extend(t for t in recorder.captures if t.requires_grad and t.is_floating_point())
-        own_gradients.extend(_own_gradients(out, recorder.captures))
+        own_gradients.extend(_function_gradients(out, recorder.captures))
         recorder.detaches = False
         if not out.requires_grad:
             return out, torch.zeros_like(score), *(None for _ in leaves)
@@ -153,7 +153,7 @@ def _record(
     return leaves, own_gradients
 
 
-def _own_gradients(out: Tensor, captures: Sequence[Tensor]) -> list[str]:
+def _function_gradients(out: Tensor, captures: Sequence[Tensor]) -> list[str]:
     """Return the names of the user's autograd.Functions between captured tensors and a result."""
     nodes, names = [out.grad_fn], {capture.grad_fn: "" for capture in captures}
     while nodes:
@@ -169,7 +169,7 @@ class _Recorder(FakeRecorder):
     """Recorder that makes captured tensors inputs t0, t1, ... of the graph, and raises Untranslatable for
     operations that a kernel cannot run.
 
-    tensors: these inputs, in order of first use. constants: indices of those that the function itself makes
+    tensors: these inputs, in order of first use. constants: indices of the tensors that the function makes
     detaches: whether to record detach() of results that do not require grad, so that the torch form has the
         function's gradient
     fn, callers: the function, and the code that calls it, for the lines of errors
@@ -182,8 +182,8 @@ class _Recorder(FakeRecorder):
         self.tensors: list[Tensor] = []
         self.constants: list[int] = []
         self.detaches = False
-        self._forward_lines: dict[int, str] = {}  # by sequence number of the autograd node that they made
-        self._views: list[Tensor] = []  # views, and the tensors of which they are views
+        self._forward_lines: dict[int, str] = {}  # by sequence number of the autograd node
+        self._views: list[Tensor] = []  # views and their bases
 
     @property
     def captures(self) -> list[Tensor]:
@@ -227,8 +227,8 @@ class _Recorder(FakeRecorder):
         return self._nodes[id(tensor)]
 
     def _line(self) -> str:
-        """Return the user's line of the present operation; in the backward pass of an operation of torch, the
-        line of that operation."""
+        """Return the user's line of the current operation; in the backward pass, the line of the forward
+        operation."""
         node = torch._C._current_autograd_node()
         forward = self._forward_lines.get(node._sequence_nr()) if node is not None else None
         return user_line(forward or origin(self.fn), self.callers)
@@ -254,7 +254,7 @@ class _Recorder(FakeRecorder):
 
 class _ValueChecks(TorchFunctionMode):
     """Torch function mode that raises Untranslatable for `tolist` and `numpy`, which cannot be traced, and
-    for writes that torch refuses for another reason, or reads an index for."""
+    for a write to a captured tensor or to an element whose index depends on the pair."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__setitem__:

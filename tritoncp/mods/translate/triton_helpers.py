@@ -77,8 +77,8 @@ def float_floor_div(a, b):
 
 @triton.jit
 def tanh(x):
-    """float32, within 4e-7 of itself: t / sqrt(1 + t^2), where t is a polynomial near sinh, whose error
-    counts little where tanh is flat; float64: of libdevice."""
+    """tanh. float32: t / sqrt(1 + t^2) with a polynomial t near sinh, relative error up to 4e-7; float64:
+    libdevice's."""
     if x.dtype == tl.float64:
         return libdevice.tanh(x)
     else:
@@ -111,7 +111,8 @@ def wrap(i, size):
 
 @triton.jit
 def inside(i, size):
-    """Whether 0 <= i < size, in one comparison: an unsigned negative number is larger than any size."""
+    """Return whether 0 <= i < size, with one comparison: an unsigned negative number is larger than any
+    size."""
     return tl.cast(i, tl.uint64) < tl.cast(size, tl.uint64)
 
 
@@ -130,7 +131,8 @@ def accumulate(pointer, value, valid, keep):
 
 @triton.jit
 def accumulate_sum(pointer, value, valid, keep):
-    """`accumulate` where all elements of the tile share a pointer: one atomic addition of their sum."""
+    """Do :func:`accumulate` for a pointer that all elements of the tile share: one atomic addition of their
+    sum."""
     if pointer.dtype.element_ty == tl.int64:
         value = tl.sum(tl.where(keep & valid, tl.broadcast_to(value, keep.shape), 0))
         add_exactly(pointer, value, valid)
@@ -141,7 +143,7 @@ def accumulate_sum(pointer, value, valid, keep):
 
 @triton.jit
 def add_exactly(pointer, value, keep):
-    """Add to the integers of `deterministic_sum.buffer`, whose sums do not depend on the order."""
+    """Add to a `deterministic_sum.buffer`, whose integer sums do not depend on the order."""
     value = value if value.dtype == tl.float64 else value.to(tl.float32)
     fits = tl.abs(value) < 2.0**60  # NaN does not
     tl.atomic_add(pointer + 5, tl.where(fits, 0, 1).to(tl.int64), mask=keep & (fits == 0), sem="relaxed")

@@ -1,7 +1,7 @@
-"""Whole branches of a prefix tree: a rank with the end of a branch holds all of its blocks.
+"""Whole branches of a prefix tree: all blocks of a branch go to one rank.
 
-A rank that holds the end of a branch sees the branch and the common prefix, and fetches what it does not
-hold of them.
+The end of a branch sees the whole branch and the common prefix, so its rank fetches the blocks of them that
+it does not have.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tritoncp.planning.work import Work, document_starts
 
 
 def whole_branches(work: Work) -> Tensor | None:
-    """Assign the branches of a common prefix whole, as far as there is room, then the blocks of the prefix:
-    owner of each block.
+    """Assign whole branches of a common prefix while there is room, then the blocks of the prefix. Returns
+    the owner of each block.
 
-    The prefix is made of the blocks whose keys more than half of all blocks see. None if there is none, or
-    if the others are one branch of fewer than two thirds of all blocks.
+    The prefix consists of the blocks whose keys more than half of all blocks see. None if there is no prefix,
+    or if the other blocks are one branch of fewer than two thirds of all blocks.
     """
     if not work.together:
         return None

@@ -8,7 +8,7 @@ from torch import Tensor
 from tritoncp.planning.work import Work
 
 
-def in_pieces(work: Work, size: int) -> Work:
+def join_blocks(work: Work, size: int) -> Work:
     """Return the work of pieces of ``size`` blocks; a piece sees the columns that any of its blocks sees."""
     piece = torch.arange(len(work.costs)) // size
     costs = torch.zeros(-(-len(piece) // size), dtype=torch.float64).index_add_(0, piece, work.costs)
@@ -21,9 +21,9 @@ def loads(owner: Tensor, costs: Tensor, world_size: int) -> Tensor:
 
 
 def even_counts(owner: Tensor, work: Work) -> Tensor:
-    """Take the cheapest blocks from ranks with too many, and assign these and blocks without an owner (-1),
-    the costliest first, to ranks with too few and the least work, until ranks hold equal numbers to within
-    one."""
+    """Even out the numbers of blocks, to within one: take the cheapest blocks from ranks with too many, then
+    assign these and blocks without an owner (-1), the costliest first, to ranks with too few blocks and the
+    min work."""
     owner, ranks = owner.clone(), work.world_size
     counts = owner[owner >= 0].bincount(minlength=ranks)
     share, longer = divmod(len(owner), ranks)

@@ -1,4 +1,4 @@
-"""The search for a placement: windows of pieces of several blocks, made even block by block."""
+"""The search for a placement: windows of pieces of several blocks, then swaps of single blocks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import merge_ranges
 from tritoncp.planning.locality.branches import whole_branches
-from tritoncp.planning.locality.pieces import even_counts, in_pieces, loads
+from tritoncp.planning.locality.pieces import even_counts, join_blocks, loads
 from tritoncp.planning.locality.windows import choose_windows
 from tritoncp.planning.work import Work
 
-EVEN_RATIO = 1.018  # max/mean work that counts as even
-MIN_PIECES = 512  # blocks up to twice as many are placed one by one
-FEW_RANKS = 16  # ranks up to which several choices of windows are compared
-# Sizes of the first window that are tried, and the tolerance of a rank's work; each yields a placement.
+EVEN_RATIO = 1.018  # work is even up to this max/mean
+MIN_PIECES = 512  # up to twice as many blocks are placed one by one
+FEW_RANKS = 16  # up to so many ranks, several choices of windows are compared
+# (number of sizes of the first window, tolerance of a rank's work): each pair yields a placement.
 CHOICES = ((64, 0.01), (64, 0.02), (31, 0.01), (31, 0.004))
 
 
 def place_blocks(work: Work) -> Tensor:
-    """Return the owner of each block: int64 [blocks]. Ranks hold equal numbers of blocks to within one."""
+    """Return the owner of each block: int64 [blocks]. The numbers of blocks of ranks differ by at most
+    one."""
     work = replace(work, costs=work.costs.double())
     n, ranks = len(work.costs), work.world_size
     if n <= ranks or ranks == 1:
@@ -30,7 +31,7 @@ def place_blocks(work: Work) -> Tensor:
     few = ranks <= FEW_RANKS
     fewest = max(MIN_PIECES, ranks * (32 if few else 16))
     size = 1 << max(1, n // fewest).bit_length() - 1
-    pieces, choices = in_pieces(work, size), CHOICES if few else ((max(4, 1024 // ranks), 0.01),)
+    pieces, choices = join_blocks(work, size), CHOICES if few else ((max(4, 1024 // ranks), 0.01),)
     windows = (choose_windows(pieces, *choice) for choice in choices)
     natural, *candidates = assign_in_order(pieces), whole_branches(pieces), *windows
     placements = [natural, *(owner for owner in candidates if owner is not None)]
@@ -52,10 +53,10 @@ def assign_in_order(work: Work) -> Tensor:
 
 
 def count_remote(owner: Tensor, work: Work) -> int:
-    """Count the columns that ranks see and other ranks hold, over all masks."""
+    """Count the columns that each rank sees but does not have, over all ranks and masks."""
     total, width = 0, work.columns
     for row, start, end in (table.unbind(1) for table in work.sees):
-        line = owner[row] * width  # runs of neighbouring ranks may touch and merge: only lengths count
+        line = owner[row] * width  # runs of neighbouring ranks may merge, which keeps the sum of lengths
         start, end = merge_ranges(line + start, line + end)
         total += int((end - start).sum())
         if work.together:
@@ -66,8 +67,8 @@ def count_remote(owner: Tensor, work: Work) -> int:
 
 
 def even_work(owner: Tensor, work: Work, cap: float) -> Tensor:
-    """Swap two blocks of the busiest rank and of another, the least busy first, while that makes it less
-    busy, until no rank's work exceeds ``cap``."""
+    """Swap blocks between the busiest rank and the others, the idlest first, until no rank's work exceeds
+    ``cap`` or no swap helps."""
     load = loads(owner, work.costs, work.world_size)
     for _ in range(16 * work.world_size):
         busy = int(load.argmax())

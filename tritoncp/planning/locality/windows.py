@@ -13,7 +13,8 @@ def choose_windows(work: Work, cuts: int, tolerance: float) -> Tensor:
     """Assign to one rank after the other the windows that see the fewest columns: owner of each block, int64
     [n].
 
-    cuts: number of sizes of the first window that are tried; tolerance: of a rank's work, as a fraction
+    cuts: number of sizes of the first window that are tried; tolerance: accepted deviation of a rank's work,
+        as a fraction
     """
     owner = torch.full((len(work.costs),), -1, dtype=torch.int64)
     for rank in range(work.world_size):

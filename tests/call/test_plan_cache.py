@@ -1,0 +1,315 @@
+"""Tests of the plan cache: hits for unchanged masks, misses after any change, and the cost of both."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tritoncp
+from tritoncp import and_masks, causal, document, sliding_window
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.plans import make_plan
+from tritoncp.call import engine_factory, mask_source, plan_cache, validate
+from tritoncp.call.plan_cache import plan_in_order
+from tritoncp.call.validate import ShardSizes
+from tritoncp.mods import recording
+from tritoncp.reference.dense import dense_attention
+
+S = 32
+Q = torch.zeros(1, 2, S, 16)
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """Use the CPU engine and an empty plan cache."""
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    plan_cache.plan_cache_clear()
+    for store in (plan_cache._WARNED, mask_source._WARNED, recording._WARNED):
+        store.clear()
+
+
+@pytest.fixture
+def built_plans(monkeypatch):
+    """Record the plans that are built."""
+    built = []
+    build = plan_cache.build_plan
+
+    def counted(*args, **options):
+        built.append(build(*args, **options))
+        return built[-1]
+
+    monkeypatch.setattr(plan_cache, "build_plan", counted)
+    return built
+
+
+def lower(b, h, q, kv):
+    return q >= kv
+
+
+def block_mask(mod=lower, **options):
+    return torch_block_mask(mod, 1, 1, S, S, device="cpu", BLOCK_SIZE=16, **options)
+
+
+def plan(mask, q=Q):
+    return plan_cache.plan_for(mask, ShardSizes.of(q, q), None)
+
+
+# -- found again -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["torch", "compact", "closed", "none"])
+@pytest.mark.bar(16)
+def test_the_same_mask_finds_its_plan(kind, built_plans):
+    compact = tritoncp.create_block_mask(lower, 1, 1, S, S, BLOCK_SIZE=16)
+    mask = {"torch": block_mask(), "compact": compact, "closed": causal(), "none": None}[kind]
+    first = plan(mask)
+    assert plan(mask) is first is plan(mask, torch.zeros(1, 4, S, 8)) and len(built_plans) == 1
+    if kind == "closed":
+        assert plan(causal(), torch.zeros(1, 2, 24, 16)).q.length == 24 and len(built_plans) == 2
+        assert plan(causal() & sliding_window(3)) is plan(causal() & sliding_window(3))
+        assert len(built_plans) == 3
+
+
+# -- made again ------------------------------------------------------------------------------------------
+
+
+def by_table(table):
+    return lambda b, h, q, kv: kv <= table[q]
+
+
+def visible(plan):
+    return plan.mask.to_dense()[0, 0]
+
+
+EDITED = r"\(32,\).*edited in place.*make the mask and the plan again"
+
+
+def test_an_edited_capture_makes_a_new_plan_of_lists_and_refuses_a_compact_mask(built_plans):
+    table = torch.arange(S)
+    mask, compact = block_mask(by_table(table)), tritoncp.create_block_mask(by_table(table), 1, 1, S, S)
+    stale = plan(mask)
+    table -= 1
+    with pytest.raises(RuntimeError, match=EDITED):
+        flex_attention(Q, Q, Q, compact)
+    fresh = plan(mask)
+    assert fresh is not stale and len(built_plans) == 2
+    with pytest.raises(RuntimeError, match=EDITED):
+        flex_attention(Q, Q, Q, stale)
+    expected = dense_attention(*[torch.randn(1, 2, S, 16)] * 3, fresh.mask)
+    assert expected.lse[0, 0, 0] == -torch.inf  # now row 0 sees no key, although its block is listed
+
+
+def test_an_edited_closure_makes_a_new_plan_of_lists_and_refuses_a_compact_mask(built_plans):
+    """The lists of a BlockMask decide which blocks are visited; its current mask_mod decides inside them."""
+    width = 3
+
+    def near(b, h, q, kv):
+        return (q - kv <= width) & (q >= kv)
+
+    mask, compact = block_mask(near), tritoncp.create_block_mask(near, 1, 1, S, S)
+    plan(mask)
+    width = 5
+    assert visible(plan(mask))[8].sum() == 6 and len(built_plans) == 2
+    with pytest.raises(RuntimeError, match=r"closure variable width was 3 and is 5.*make the mask"):
+        plan(compact)
+
+
+def test_edited_index_lists_make_a_new_plan(built_plans):
+    mask = block_mask()
+    assert visible(plan(mask))[20, 3]
+    mask.kv_num_blocks[..., 1] = 1
+    mask.kv_indices[..., 1, 0] = 1
+    mask.full_kv_num_blocks[..., 1] = 0
+    assert not visible(plan(mask))[20, 3] and len(built_plans) == 2
+
+
+def test_new_closures_around_the_same_tensors_are_the_same_mask(built_plans):
+    table = torch.arange(S)
+    mask = block_mask(by_table(table))
+    first = plan(mask)
+    mask.mask_mod = by_table(table)
+    assert plan(mask) is first
+    mask.mask_mod = by_table(table.clone())
+    assert plan(mask) is not first and len(built_plans) == 2
+
+
+def test_the_plan_of_a_freed_mask_is_never_found_for_another_mask(built_plans):
+    """Dozens of short-lived masks, whose ids may be reused, each get the right result."""
+    for i in range(80):
+        limit = torch.full((S,), i % 7)
+        mask = tritoncp.create_block_mask(by_table(limit), 1, 1, S, S)
+        assert visible(plan(mask))[0].sum() == i % 7 + 1
+        del mask, limit
+    assert len(built_plans) == 80
+
+
+def test_the_cache_keeps_neither_masks_nor_index_lists_alive():
+    mask = block_mask()
+    lists = weakref.ref(mask.kv_indices), weakref.ref(mask)
+    plan(mask)
+    del mask
+    gc.collect()
+    assert [ref() for ref in lists] == [None, None]
+
+
+def test_eviction_is_by_count_in_call_order(built_plans):
+    masks = [sliding_window(i) for i in range(plan_cache.MAX_PLANS + 1)]
+    plans = [plan(mask) for mask in masks[: plan_cache.MAX_PLANS]]
+    assert plan(masks[0]) is plans[0]  # used again: now the youngest
+    plan(masks[-1])
+    assert plan(masks[0]) is plans[0] and plan(masks[2]) is plans[2]
+    count = len(built_plans)
+    assert plan(masks[1]) is not plans[1] and len(built_plans) == count + 1
+
+
+def test_hits_and_misses_are_counted_and_cached_bytes_are_bounded(monkeypatch):
+    one = plan(sliding_window(0))
+    size = plan_cache.plan_cache_info().nbytes
+    assert size == one.mask.nbytes + one.q.nbytes + one.kv.nbytes > 0
+    monkeypatch.setattr(plan_cache._CACHES.of(None), "max_weight", 3 * size)
+    for window in (0, 1, 2, 3, 0, 3):
+        plan(sliding_window(window))
+    info = plan_cache.plan_cache_info()
+    assert (info.hits, info.misses, info.plans) == (2, 5, 3)  # 0 and 3 are hits; 0 was evicted by 3
+    assert info.nbytes <= 3 * size
+    monkeypatch.setattr(plan_cache._CACHES.of(None), "max_weight", 1)
+    last = plan(sliding_window(9))
+    assert plan(sliding_window(9)) is last  # one plan is kept, however large it is
+    plan_cache.plan_cache_clear()
+    assert plan_cache.plan_cache_info()[:4] == (0, 0, 0, 0)
+
+
+def test_a_plan_that_served_a_call_of_a_key_is_not_checked_again(monkeypatch):
+    own, checks = plan(causal()), []
+    monkeypatch.setattr(validate, "check_sizes", lambda *_: checks.append(key))
+    for key in (None, None, "a", "a", "b"):
+        plan_cache.plan_for(own, ShardSizes.of(Q, Q), None, key)
+    assert checks == [None, None, "a", "b"]
+
+
+def test_the_tensors_of_equal_calls_are_checked_once_and_before_a_plan_is_made(monkeypatch, built_plans):
+    checks, check = [], validate.check_tensors
+    monkeypatch.setattr(
+        validate, "check_tensors", lambda *args: checks.append(len(built_plans)) or check(*args)
+    )
+    masks = causal(), sliding_window(2)
+    for shape in ((1, 2, 23, 7), (1, 2, 23, 9), (1, 2, 23, 7)):
+        for mask in masks:
+            tritoncp.flex_attention(*torch.zeros(3, *shape), mask)
+    assert checks == [0, 2] and len(built_plans) == 2
+
+
+# -- what cannot be compared -----------------------------------------------------------------------------
+
+
+def test_tensors_without_a_version_always_miss_and_are_warned_of_once(built_plans):
+    with torch.inference_mode():
+        table = torch.arange(S)
+    mask = block_mask(by_table(table))
+    with pytest.warns(UserWarning, match=r"inference_mode.*make_plan\(mask, mesh\)"):
+        first = plan(mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan(mask) is not first
+        flex_attention(Q, Q, Q, mask)
+    assert len(built_plans) == 3
+
+
+def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan(built_plans):
+    values = iter(range(3))  # an object without attributes and without a value to compare
+    sign = [1]
+
+    def odd(b, h, q, kv):
+        return (q >= kv) if values is not None and sign[0] > 0 else (q < kv)
+
+    mask = block_mask(odd)
+    with pytest.warns(UserWarning, match=r"closure variable values is a range_iterator.*capture it instead"):
+        plan(mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(mask)
+    assert len(built_plans) == 1
+    sign[0] = -1
+    assert visible(plan(mask))[0, 1] and len(built_plans) == 2
+
+
+# -- what it costs ---------------------------------------------------------------------------------------
+
+
+def test_a_mask_on_a_device_is_copied_once_lists_and_captures_together(host_copies):
+    table, other = torch.arange(S), torch.ones(S, dtype=torch.bool)
+    mask = block_mask(lambda b, h, q, kv: (kv <= table[q]) & other[kv])
+    q = torch.randn(1, 2, S, 16, requires_grad=True)
+    for _ in range(3):
+        flex_attention(q, q, q, mask).sum().backward()
+    assert host_copies == [6]
+    make_plan(mask, world_size=2)
+    assert host_copies == [6, 6]
+
+
+def test_closed_forms_of_tensors_are_copied_once_and_of_numbers_never(host_copies):
+    flex_attention(Q, Q, Q, and_masks(causal(), sliding_window(3)))
+    assert host_copies == []
+    ids, more = torch.arange(S) // 8, torch.arange(S) // 16
+    flex_attention(Q, Q, Q, and_masks(document(ids=ids), document(ids=more)))
+    assert host_copies == [2]
+
+
+def test_an_untranslatable_mask_on_a_device_is_copied_once(host_copies):
+    table = torch.arange(S)
+    mask = block_mask(lambda b, h, q, kv: table.sort().values[q] % 3 != kv % 3)
+    q = torch.randn(1, 2, S, 16)
+    for _ in range(2):
+        out = flex_attention(q, q, q, mask)
+    assert host_copies == [5]
+    whole = plan_in_order(mask_source.Sources.of(mask), ShardSizes.of(q, q), [S], [S]).mask
+    torch.testing.assert_close(out, dense_attention(q, q, q, whole).out)
+
+
+def test_a_mask_mod_for_one_device_is_evaluated_there(host_copies):
+    table = torch.arange(S)
+    home = id(table)
+
+    def picky(b, h, q, kv):
+        if id(table) != home:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return table.sort().values[q] % 3 != kv % 3
+
+    mask = block_mask(picky)
+    q = torch.randn(1, 2, S, 16)
+    out = flex_attention(q, q, q, mask)
+    whole = tritoncp.from_block_mask(mask)
+    torch.testing.assert_close(out, dense_attention(q, q, q, whole).out, atol=2e-6, rtol=1e-5)
+
+
+def test_finding_a_plan_again_does_nothing_to_any_tensor():
+    table = torch.arange(S)
+    mask = block_mask(by_table(table))
+    plan(mask)
+
+    class Nothing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} ran")
+
+    with Nothing():
+        plan(mask)
+
+
+def test_calls_of_a_kind_are_checked_once(monkeypatch):
+    """After MAX_CHECKED_CALLS kinds, all are forgotten and checked again."""
+    monkeypatch.setattr(plan_cache, "MAX_CHECKED_CALLS", 3)
+    checked, check = [], plan_cache.validate.check_sizes
+    monkeypatch.setattr(
+        plan_cache.validate, "check_sizes", lambda *a: checked.append(a[1].heads) or check(*a)
+    )
+    mask = block_mask(lambda b, h, q, kv: q >= kv)
+    for heads in (1, 2, 3, 1, 2, 3, 4, 1, 4):
+        x = torch.zeros(1, heads, S, 16)
+        flex_attention(x, x, x, mask)
+    assert checked == [1, 2, 3, 4, 1]

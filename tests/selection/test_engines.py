@@ -1,0 +1,127 @@
+"""Tests of the engines for selected keys, the CPU engine and interpreted kernels: every schedule, against
+float64 attention with the pairs that are both selected and shown by the mask."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritoncp import causal, create_block_mask, make_plan
+from tritoncp.call import call_mods
+from tritoncp.call.engine_factory import kernel_mods
+from tritoncp.cpu.engine import CpuEngine
+from tritoncp.distributed import collectives
+from tritoncp.distributed.schedules import schedule_of
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.mods.mod import arguments
+from tritoncp.planning.placement import take
+from tritoncp.reference.dense import dense_attention
+from tritoncp.selection.cpu_engine import SelectedCpuEngine
+from tritoncp.selection.selection import Selection
+from tritoncp.selection.triton_engine import SelectedTritonEngine
+from tritoncp.selection.visible import VisiblePairs
+
+F64 = torch.float64
+LENGTH = 50
+ENDS = torch.tensor([50, 33])
+
+
+def padded(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv < ENDS[b]) & (kv <= q + h)
+
+
+MASKS: dict[str, Any] = {
+    "causal": lambda: create_block_mask(causal(), 1, 1, LENGTH, LENGTH, BLOCK_SIZE=16),
+    "a mask_mod of b and h": lambda: create_block_mask(padded, 2, 4, LENGTH, LENGTH, BLOCK_SIZE=(16, 32)),
+}
+
+
+def draw(shape: tuple[int, ...], count: int, blocks: int, g: torch.Generator) -> Tensor:
+    """Draw indices with repeated ones, -1 in any place, and rows without any."""
+    indices = torch.randint(-1, blocks, (*shape, count), generator=g)
+    indices[..., 1::5, :] = -1
+    indices[..., 2::7, :] = indices[..., 2::7, :1]
+    return indices.int()
+
+
+CASES = [  # (engine, mask, block_size, query_block, heads of the selection, ranks, schedule)
+    *itertools.product(["cpu"], MASKS, [1, 16], [1, 8], [1, 2, 4], [1], ["allgather"]),
+    *itertools.product(["cpu"], MASKS, [1], [1, 8], [2], [3], ["allgather", "ring", "fetch"]),
+    ("triton", "causal", 1, 1, 1, 1, "allgather"),
+    ("triton", "a mask_mod of b and h", 1, 1, 2, 1, "allgather"),
+    ("triton", "a mask_mod of b and h", 16, 8, 1, 3, "ring"),
+    ("triton", "causal", 16, 8, 4, 3, "fetch"),
+    ("triton", "causal", 16, 8, 2, 3, "allgather"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask_name", "block_size", "query_block", "shares", "world_size", "schedule"), CASES
+)
+def test_attention_to_selected_keys_equals_dense_attention(
+    kind: str, mask_name: str, block_size: int, query_block: int, shares: int, world_size: int, schedule: str
+) -> None:
+    g = torch.Generator().manual_seed(5)
+    mask = MASKS[mask_name]()
+    q, k, v, dout = (
+        torch.randn(2, heads, LENGTH, d, generator=g, dtype=F64).requires_grad_()
+        for heads, d in ((4, 8), (2, 8), (2, 12), (4, 12))
+    )
+    bias = torch.randn(4, generator=g, dtype=F64)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s + bias[h] * (q_idx - kv_idx) / LENGTH
+
+    plans = [
+        make_plan(mask, world_size=world_size, rank=rank, schedule=schedule) for rank in range(world_size)
+    ]
+    shown = torch.zeros(2, shares, LENGTH, LENGTH, dtype=torch.bool)
+    engines = []
+    for plan in plans:
+        at = plan.positions
+        rows = -(-at.shape[1] // query_block)
+        chosen = Selection(draw((2, shares, rows), 6, -(-LENGTH // block_size), g), block_size, query_block)
+        dense = chosen.to_dense(LENGTH, at.shape[1])
+        for b, places in enumerate(at.expand(2, -1)):
+            shown[b, :, places[places >= 0]] = dense[b, :, places >= 0]
+        selected = chosen.unique(), VisiblePairs(mask, mask.mask_mod), 4, at
+        if kind == "cpu":
+            engine = CpuEngine(8**-0.5, mask.mask_mod, lambda leaves: score, (), ())
+            engines.append(SelectedCpuEngine(engine, *selected))
+        else:
+            mod, captured = call_mods.translate_score(score, F64, q.device)
+            triton = TritonEngine(kernel_mods(None, mod, arguments(captured, mod.numbers)), 8**-0.5)
+            engines.append(SelectedTritonEngine(triton, *selected))
+    visible = mask.to_dense(2, 4) & shown.repeat_interleave(4 // shares, 1)
+    want = dense_attention(q, k, v, visible, score)
+    grads = torch.autograd.grad(want.out, (q, k, v), dout)
+
+    shards = [[_shard(x.detach(), plan) for x in (q, k, v, dout)] for plan in plans]
+    passes = [
+        schedule_of(plan, False).forward(plan, engine, *shard[:3], True)
+        for plan, engine, shard in zip(plans, engines, shards)
+    ]
+    results = collectives.lockstep(passes)
+    backward = []
+    for plan, engine, shard, (out, lse, top) in zip(plans, engines, shards, results):
+        for x, whole, empty in (
+            (out, want.out, 0),
+            (lse, want.lse, -torch.inf),
+            (top, want.max_scores, -torch.inf),
+        ):
+            torch.testing.assert_close(x, take(whole, plan.positions, 2, 0, empty), rtol=0, atol=1e-12)
+        delta = torch.empty_like(lse)
+        engine.delta(out, shard[3], None, delta)()
+        backward.append(schedule_of(plan, False).backward(plan, engine, *shard, lse, delta))
+    for plan, found in zip(plans, collectives.lockstep(backward)):
+        for x, whole in zip(found, grads, strict=True):
+            torch.testing.assert_close(x, take(whole, plan.positions, 2, 0, 0), rtol=0, atol=1e-11)
+
+
+def _shard(x: Tensor, plan: Any) -> Tensor:
+    """Return the rank's rows of a tensor, with NaN in the rows of padding."""
+    return take(x, plan.positions, 2, 0, torch.nan)

@@ -1,0 +1,336 @@
+"""Forward and backward pass of a call, their registered ops, and their autograd function.
+
+Each op is one whole pass: launches and collectives stay inside, so that neither numbers of steps nor Work
+handles enter a graph. Outside of graphs a :class:`~tritoncp.call.read.Call` is passed to the passes directly;
+it is encoded as arguments of an op only if the dispatcher is needed.
+
+A pass, and the autograd function, take a list of calls: the call of one rank, or the calls of all ranks of a
+simulated world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
+
+from tritoncp.call.engine_factory import engine_of, gradient_buffers, sum_gradients
+from tritoncp.call.prepare import compare_call
+from tritoncp.call.read import CALL_SCHEMA, Call, OpArguments
+from tritoncp.core.dynamo_boundary import untraced
+from tritoncp.distributed import collectives, consistency, failures, groups
+from tritoncp.distributed.collectives import Requests
+from tritoncp.distributed.profiler_ranges import step_range
+from tritoncp.distributed.schedules import schedule_of
+from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
+from tritoncp.graph.checkpoint_policies import warn_if_repeated
+from tritoncp.graph.dispatch import (
+    call_op,
+    needs_dispatcher,
+    refuse_batched_gradients,
+    refuse_transform,
+    refuse_transforms,
+    register_op,
+)
+from tritoncp.graph.spec import decode_spec
+from tritoncp.mods.tracing import fresh_dispatch
+from tritoncp.planning.step_tables import Engine
+
+_NO_CONTEXT = nullcontext()
+
+
+def current_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Make the GPU of ``x`` the current one, since Triton launches on the current GPU."""
+    is_other = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if is_other else _NO_CONTEXT
+
+
+# -- the passes --------------------------------------------------------------------------------------------
+
+
+class BackwardInputs(NamedTuple):
+    """Tensors of a backward pass besides captures: gradients of out and lse (dlse None: lse is unused),
+    inputs and results of the forward pass."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def without_neg(self) -> BackwardInputs:
+        """Resolve lazy negations."""
+        return BackwardInputs._make([None if x is None else x.resolve_neg() for x in self])
+
+
+def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Requests[Any]:
+    """Return the schedule that computes out, lse, and max_scores or None."""
+    if call.expand is not None:
+        call.expand.check_call(call.plan, call.is_invariant)
+    engine = engine_of(call, q, k, v)
+    pass_of = schedule_of(call.plan, call.is_invariant)
+    return pass_of.forward(call.plan, engine, q, k, v, call.want_max)
+
+
+def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> Requests[Any]:
+    """Return the schedule that computes dq, dk, dv, and adds gradients of captures to ``sums``."""
+    engine, dout, delta = backward_engine(call, inputs, sums)
+    qkv = inputs[2:5]
+
+    def steps() -> Requests[Any]:
+        schedule, (q, k, v) = schedule_of(call.plan, call.is_invariant), qkv
+        if call.expand is not None and not k.stride(0):
+            k = k.clone(memory_format=torch.contiguous_format)  # a separate gradient for each batch row
+        grads = yield from schedule.backward(call.plan, engine, q, k, v, dout, inputs.lse, delta)
+        return [in_own_memory(grad, x) for grad, x in zip(grads, qkv, strict=True)]
+
+    return steps()
+
+
+def backward_engine(
+    call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
+) -> tuple[Engine, Tensor, Tensor]:
+    """Return (engine of a backward pass, dout in a memory order that kernels read, delta = rowsum(out * dout)
+    - dlse [B, H, S])."""
+    dout, dlse, q, k, v, out, lse = inputs
+    if dlse is not None:  # for rows that see no key, lse is -inf and dlse may be NaN
+        dlse = dlse.masked_fill(lse == -torch.inf, 0).contiguous()
+    dout = dout if 0 not in dout.stride() else dout.contiguous()
+    extra = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
+    engine = engine_of(call, q, k, v, extra, sums)
+    delta = torch.empty_like(lse)
+    with current_device(lse), step_range(call.plan, 0, "delta"):
+        engine.delta(out, dout, dlse, delta)()
+    return engine, dout, delta
+
+
+def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
+    """Copy a gradient into x's dtype (its only rounding) and memory order, unless it has both and separate
+    memory: dk and dv may be views of one buffer, and outputs of an op must not share memory."""
+    if grad.untyped_storage().nbytes() > grad.nbytes:
+        return laid_out_as(x, x.shape[3]).copy_(grad)
+    return grad.to(x.dtype)
+
+
+def _drive(
+    calls: Sequence[Call], passes: Sequence[Requests[Any]], x: Tensor, direction: str = ""
+) -> list[Any]:
+    """Run the pass of one rank, or in lockstep the passes of all ranks of a simulated world, on the device of
+    x; return the results."""
+    group = calls[0].group
+    with current_device(x):
+        if group is None and len(passes) == 1:
+            return [collectives.run_alone(passes[0])]
+        # Below autograd, views of messages are not tracked and take half the time.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            if len(passes) == 1:
+                return [collectives.run(passes[0], group, calls[0].plan.schedule, direction)]
+            return collectives.lockstep(passes)
+
+
+def forward_pass(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Compute out, lse and, if requested, max_scores of each call. tensors: query, key and value of each."""
+    if calls[0].group is not None:
+        compare_call(calls[0], *tensors[:3])
+    if len(calls) == 1:
+        passes = [forward_schedule(calls[0], *tensors)]
+    else:
+        passes = [forward_schedule(call, *tensors[3 * i : 3 * i + 3]) for i, call in enumerate(calls)]
+    return [x for results in _drive(calls, passes, tensors[0]) for x in results if x is not None]
+
+
+def backward_pass(calls: Sequence[Call], inputs: Sequence[BackwardInputs]) -> list[Tensor]:
+    """Compute dq, dk and dv of each call, then the gradients of captures that require grad, which all calls
+    share. Raises RuntimeError if state that a mask_mod reads has changed since its mask was made."""
+    calls[0].plan.check_sources()
+    consistency.compare_kind(calls[0].group, "a backward pass")
+    sums = gradient_buffers(calls[0], inputs[0].lse)
+    passes = [backward_schedule(call, one, sums) for call, one in zip(calls, inputs, strict=True)]
+    grads = _drive(calls, passes, inputs[0].lse, "backward ")
+    return [x for part in grads for x in part] + sum_gradients(calls[0], sums)
+
+
+# -- the registered ops ------------------------------------------------------------------------------------
+
+
+def _forward_body(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
+    """Body of the forward op: run :func:`forward_pass` on decoded :class:`OpArguments`."""
+    written = OpArguments(*arguments).with_leaves()
+    with failures.closing(written.group):
+        return forward_pass([written.decode(q)], (q, k, v))
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
+    """Fake kernel of the forward op: allocate its results."""
+    spec = decode_spec(OpArguments(*arguments).spec)
+    e = v.shape[3] if spec.sizes is None else spec.sizes[2]
+    results = [laid_out_as(q, e), q.new_empty(q.shape[:3], dtype=stats_dtype(q.dtype))]
+    return [*results, torch.empty_like(results[1])] if "max_scores" in spec.returns else results
+
+
+def _backward_body(*args: Any) -> list[Tensor]:
+    """Body of the backward op. args: fields of :class:`BackwardInputs`, then of :class:`OpArguments`"""
+    inputs, written = BackwardInputs(*args[:7]), OpArguments(*args[7:]).with_leaves()
+    with failures.closing(written.group):
+        call = written.decode(inputs.q)
+        dq, dk, dv, *sums = backward_pass([call], [inputs])
+        return [dq, dk, dv, *written.order_sums(call, sums)]
+
+
+def _backward_fake(*args: Any) -> list[Tensor]:
+    """Fake kernel of the backward op: allocate its results."""
+    written = OpArguments(*args[7:])
+    sums = [x.new_empty(x.shape) for x in map(written.captures.__getitem__, written.wants)]
+    return [laid_out_as(x, x.shape[3]) for x in args[2:5]] + sums
+
+
+# -- autograd ----------------------------------------------------------------------------------------------
+
+
+class Attention(torch.autograd.Function):
+    """Autograd function of the call of one rank, or of the calls of all ranks of a simulated world, which
+    exchange tensors within the process. tensors: query, key and value of each call, then the captures, which
+    all calls share. Results: out, lse and, if requested, max_scores of each call."""
+
+    @staticmethod
+    def forward(ctx: Any, calls: Sequence[Call | OpArguments], *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = _run_forward(calls, tensors)
+        width = len(results) // len(calls)
+        ctx.save_for_backward(*results[::width], *results[1::width], *tensors)
+        ctx.calls = [call.with_captures(()) for call in calls]  # saved tensors, for version checks and hooks
+        if width > 2:
+            ctx.mark_non_differentiable(*results[2::width])
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        try:
+            return Attention.gradients(ctx, grads)
+        except BaseException as error:
+            with contextlib.suppress(ValueError):  # raised if the group was destroyed
+                failures.stop(ctx.calls[0].group, error)
+            raise
+
+    @staticmethod
+    def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """Return the gradients of the arguments of :meth:`forward`."""
+        refuse_batched_gradients(*grads)
+        count, saved = len(ctx.calls), ctx.saved_tensors
+        captures, width, inputs = saved[5 * count :], len(grads) // count, []
+        for i in range(count):
+            out, lse, (q, k, v) = saved[i], saved[count + i], saved[2 * count + 3 * i : 2 * count + 3 * i + 3]
+            dout, dlse = grads[width * i : width * i + 2]
+            dout = torch.zeros_like(out) if dout is None else dout
+            inputs.append(BackwardInputs(dout, dlse, q, k, v, out, lse))
+        calls = [call.with_captures(captures) for call in ctx.calls]
+        parts = backward(calls, inputs)
+        if not captures:
+            return None, *parts
+        rest: list[Tensor | None] = [None] * len(captures)
+        for place, grad in zip(calls[0].wants, parts[3 * count :], strict=True):
+            rest[place] = grad
+        return None, *parts[: 3 * count], *rest
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        refuse_transform(TransformType.Jvp)
+
+
+class Final(torch.autograd.Function):
+    """Autograd function around a backward pass. It raises for a second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], Iterable[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(compute())
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(
+            "tritoncp.flex_attention has no second derivative: for a small problem on one device, use "
+            "tritoncp.reference.dense.dense_attention(q, k, v, mask, score_mod), which is plain torch"
+        )
+
+
+def needs_autograd(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a call needs an autograd node. Forward-mode AD also uses the node, so that autograd
+    reports the missing forward derivative."""
+    if forward_ad._current_level >= 0:
+        return True
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return True
+    return False
+
+
+def attend(calls: Sequence[Call | OpArguments], shards: Sequence[Tensor]) -> list[Tensor]:
+    """Run the forward pass of a rank's call, or of the calls of all ranks of a simulated world,
+    differentiably; return out, lse and, if requested, max_scores of each.
+
+    shards: query, key and value of each call
+    """
+    tensors = *shards, *calls[0].captures
+    return list(Attention.apply(calls, *tensors)) if needs_autograd(tensors) else _run_forward(calls, tensors)
+
+
+def _run_forward(calls: Sequence[Call | OpArguments], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Run the forward pass of calls below autograd, as an op if the dispatcher is needed. tensors: query, key
+    and value of each call, then the captures."""
+    if len(calls) > 1:  # there is no op for several ranks: modes see nothing, as in the body of an op
+        with fresh_dispatch():
+            shards = [x.resolve_neg() for x in tensors[: 3 * len(calls)]]
+            return forward_pass(cast(Sequence[Call], calls), shards)
+    call, shard = calls[0], tensors[:3]
+    if needs_dispatcher(tensors):
+        warn_if_repeated(forward_op, *shard)
+        return list(call_op(forward_op, *shard, *call.as_arguments()))
+    return forward_pass([call], shard) if isinstance(call, Call) else _forward_body(*shard, *call)
+
+
+def backward(calls: Sequence[Call | OpArguments], inputs: Sequence[BackwardInputs]) -> list[Tensor]:
+    """Run the backward pass of calls, see :func:`backward_pass`. A second derivative raises."""
+    present = [x for one in inputs for x in one if x is not None]
+    present.extend(calls[0].captures)
+
+    def compute() -> list[Tensor]:
+        if len(calls) > 1:
+            with fresh_dispatch():
+                return backward_pass(cast(Sequence[Call], calls), [one.without_neg() for one in inputs])
+        call, one = calls[0], inputs[0]
+        if needs_dispatcher(present):
+            return list(call_op(backward_op, *one, *call.as_arguments()))
+        if isinstance(call, OpArguments):
+            return _backward_body(*one, *call)
+        groups.group_of(call.group)  # raises if the group was destroyed after the forward pass
+        return backward_pass([call], inputs)
+
+    return list(Final.apply(compute, *present)) if needs_autograd(present) else compute()
+
+
+def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
+    """The Autograd kernel of the forward op."""
+    refuse_transforms()
+    return list(attend([OpArguments(*arguments)], (q, k, v)))
+
+
+def _backward_autograd(*args: Any) -> list[Tensor]:
+    """The Autograd kernel of the backward op."""
+    return backward([OpArguments(*args[7:])], [BackwardInputs(*args[:7])])
+
+
+QKV = "Tensor query, Tensor key, Tensor value"
+FORWARD = f"({QKV}, {CALL_SCHEMA}) -> Tensor[]"
+BACKWARD = f"(Tensor dout, Tensor? dlse, {QKV}, Tensor out, Tensor lse, {CALL_SCHEMA}) -> Tensor[]"
+forward_op = register_op("forward", _forward_body, _forward_fake, _forward_autograd, FORWARD)
+backward_op = register_op("backward", _backward_body, _backward_fake, _backward_autograd, BACKWARD)

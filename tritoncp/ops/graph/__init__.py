@@ -1,1 +1,0 @@
-"""Mask_mods, score_mods and masks in compiled graphs: structure as constants, captures as graph inputs."""

@@ -1,0 +1,79 @@
+"""Which pairs of queries and selected keys a mask shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tritoncp.masks.block_runs import ABSENT, Kind
+from tritoncp.masks.mask import Mask
+from tritoncp.mods.tracing import vmapped
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class VisiblePairs:
+    """Looks up whether a mask shows single pairs of query and key.
+
+    mask:      the mask of the whole sequence, whose block lists decide first
+    mask_mod:  the mask_mod, with captures on the device; None: the mask has none
+    first_row: b of the mask_mod for the mask's batch row 0
+    device:    of the pairs
+    """
+
+    mask: Mask
+    mask_mod: Callable[..., Tensor] | None = None
+    first_row: int = 0
+    device: torch.device = CPU
+
+    @cached_property
+    def kinds(self) -> Tensor:
+        """Kind of each block, uint8 [Bm, Hm, rows, columns], ABSENT for one that is not listed."""
+        return self.mask.runs.to_kinds().to(self.device)
+
+    @cached_property
+    def _interval(self) -> tuple[Tensor, Tensor] | None:
+        interval = self.mask.interval
+        return None if interval is None else (interval[0].to(self.device), interval[1].to(self.device))
+
+    @property
+    def reads_heads(self) -> bool:
+        """Whether the visible keys may differ between heads."""
+        return self.mask.H > 1 or self.mask.reads[1]
+
+    def __call__(self, b: int, heads: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Return which pairs are visible: bool [n, 1 or H, height, width].
+
+        b: batch row of the mask; heads: [H], of the layer; q_idx: [n, height], kv_idx: [n, width], positions
+        in the sequence. Only the first head is looked up where heads see the same keys.
+        """
+        heads = heads if self.reads_heads else heads[:1]
+        mask, rows = self.mask, q_idx[:, None, :, None]
+        columns = kv_idx[:, None, None, :]
+        kinds = self.kinds[b if mask.B > 1 else 0]  # [Hm, rows, columns]
+        head = heads[:, None, None] if mask.H > 1 else torch.zeros_like(heads)[:, None, None]
+        kind = kinds[head, rows // mask.q_block, columns // mask.kv_block]
+        shown, masked = kind != ABSENT, kind == Kind.MASKED
+        no_mod = self.mask_mod is None and self._interval is None
+        if no_mod or (self.device == CPU and not bool(masked.any())):
+            return shown
+        return shown & (~masked | self._shown_in_masked_blocks(b, heads, q_idx, kv_idx))
+
+    def _shown_in_masked_blocks(self, b: int, heads: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Return what the row intervals or the mask_mod show."""
+        stale = (self.mask.reads[0] and b >= self.mask.B) or (self.mask.reads[1] and self.mask.H == 1)
+        if self._interval is not None and not stale:
+            bounds = [bound[b if len(bound) > 1 else 0] for bound in self._interval]  # [Hm, q_len]
+            head = heads[:, None] if len(bounds[0]) > 1 else torch.zeros_like(heads)[:, None]
+            lo, hi = (bound[head, q_idx[:, None]][..., None] for bound in bounds)
+            keys = kv_idx[:, None, None, :]
+            return (lo <= keys) & (keys < hi)
+        assert self.mask_mod is not None
+        levels = (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (None, None, 0, 0)
+        row = torch.tensor(b + self.first_row, device=self.device)
+        return vmapped(self.mask_mod, *levels)(row, heads, q_idx, kv_idx)
