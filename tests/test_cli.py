@@ -115,7 +115,7 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
 
 
 OUTPUTS = {  # for each option that names an output: words of a command, and the function that does the work
-    "plan --png": (["plan", "--png=/proc/x.png"], "planning.report.command.collect_facts"),
+    "plan --png": (["plan", "--png=/proc/x.png"], "report.command.collect_facts"),
     "demo --out": (["demo", "--out=/proc/x"], "demo.run.introduce"),
     "autotune --out": (["autotune", "--out=/proc/x"], "tuning.search.autotune"),
     "perf run --out": (["perf", "run", "--device=host", "--out=/proc/x"], "perf.suite.host_cases.run"),
@@ -159,7 +159,7 @@ def test_commands_that_need_a_gpu_end_alike_without_one(words, monkeypatch):
     ("words", "work", "code", "said"),
     [
         *((words, work, 2, words[-1].partition("=")[2]) for words, work in OUTPUTS.values()),
-        (["plan", "--png=x.png"], "planning.report.command.collect_facts", 1, "pip install matplotlib"),
+        (["plan", "--png=x.png"], "report.command.collect_facts", 1, "pip install matplotlib"),
         (["demo"], "demo.run.introduce", 1, "pip install matplotlib"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",

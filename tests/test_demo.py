@@ -17,7 +17,7 @@ from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, windows
 from tritoncp.demo.model import ModelShape
 from tritoncp.demo.train import RankFailed, TrainingConfig, TrainingStep, train, train_on_ranks
-from tritoncp.planning.report.text import NEARLY_EVEN
+from tritoncp.report.text import NEARLY_EVEN
 
 SMALL = TrainingConfig(seq_len=256, steps=2, shape=ModelShape(layers=1))
 

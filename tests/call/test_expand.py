@@ -23,16 +23,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import tritoncp
 from tests.distributed.test_schedules import record_requests
 from tests.multiprocess import ranks
-from tests.planning.memory_meter import drive, sent_bytes
 from tests.planning.test_placement import placements, random_mask
+from tests.report.sent_bytes import sent_bytes
 from tritoncp import Plan, causal, create_block_mask, flex_attention, full_mask, sliding_window
 from tritoncp.chunking.eager import Eager
 from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import Ticket
-from tritoncp.planning import memory
 from tritoncp.planning.build import build
+from tritoncp.planning.layer import Shape
+from tritoncp.planning.message_bytes import bytes_sent
 from tritoncp.reference.dense import dense_attention
+from tritoncp.report.dry_run import largest_peak, run_dry
 
 cpu_engine = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 SCHEDULES = ["allgather", "ring", "fetch"]
@@ -298,9 +300,9 @@ def test_messages_have_the_latents_channels(schedule: str, monkeypatch: pytest.M
     plan = build(random_mask(1, 8, 0, 4, 1), 4, schedule=schedule)
     over_ranks(inputs(32), plan)
     sent = sum(sent_bytes(request, 4, 0) for request in requests if not isinstance(request, Ticket))
-    shape = memory.Shape(2, HEADS, KV_HEADS, D, E, 8, latent=LATENT + ROPE)
-    assert sent == sum(memory.bytes_sent(plan, shape))[0] > 0
-    whole = sum(memory.bytes_sent(plan, replace(shape, latent=0)))[0]
+    shape = Shape(2, HEADS, KV_HEADS, D, E, 8, latent=LATENT + ROPE)
+    assert sent == sum(bytes_sent(plan, shape))[0] > 0
+    whole = sum(bytes_sent(plan, replace(shape, latent=0)))[0]
     assert whole * (LATENT + ROPE) == sent * KV_HEADS * (D + E)
 
 
@@ -319,7 +321,7 @@ def test_expanded_keys_live_for_one_step(schedule: str) -> None:
     x = inputs(32, 1)
     plan = replace(build(full_mask(32, 32, block=4), 4, schedule=schedule).for_rank(0), handle=None)
     count = {"allgather": 2, "ring": 8, "fetch": 4}[schedule]
-    only = mock.patch.object(collectives, "run_alone", lambda schedule: drive(schedule, 4))
+    only = mock.patch.object(collectives, "run_alone", lambda schedule: run_dry(schedule, 4))
     leaves = leaves_of(x)
     shards = [tritoncp.shard(t, plan, dim=2) for t in leaves[:2]]
     with only:
@@ -512,9 +514,9 @@ def test_auto_counts_the_latent_and_its_expansion() -> None:
 
 def test_peaks_of_a_layer_have_its_expanded_keys_and_their_gradients() -> None:
     """The peak has keys in 16 bits; in the backward pass also their gradients, in 32 bits and rounded."""
-    shape, elements = memory.Shape(1, 4, 2, 5, 3, itemsize=2, latent=8), 64 * 2 * (5 + 3)
-    peak = memory._with_expanded(build(full_mask(64, 64)), shape, memory.Peak(1, 2))
-    assert peak == (1 + 2 * elements, 2 + (2 + 2 + 4) * elements)
+    shape, elements = Shape(1, 4, 2, 5, 3, itemsize=2, latent=8), 64 * 2 * (5 + 3)
+    delta = 64 * 4 * 4  # of 4 heads, in 32 bits
+    assert largest_peak(build(full_mask(64, 64)), shape) == (2 * elements, delta + (2 + 2 + 4) * elements)
 
 
 @cpu_engine

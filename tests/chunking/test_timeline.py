@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tritoncp
 from tests.chunking.graphs import ATEN, C10D, UNIT, Builder
 from tests.chunking.test_refusals import attend_by, forward_graph
-from tests.planning.memory_meter import LiveBytes
 from tritoncp.chunking import Timeline, chunk, predict_timeline
 from tritoncp.chunking.streams.costs import _computes_nothing
 from tritoncp.chunking.streams.storages import Storages, _storage_bytes
-from tritoncp.planning.cost import NVLINK
+from tritoncp.planning.hardware import NVLINK
+from tritoncp.report.memory_meter import MemoryMeter
 
 NUMBERS = {"scale": torch.float32, "growth": torch.int32, "overflow": torch.float32}
 
@@ -208,8 +208,7 @@ def test_predicted_live_bytes_equal_the_live_bytes_of_a_run(seed, count):
         nodes = [node for node in nodes if node.meta["val"].shape[0] > 1]
     gm = b.module(*[node for node in b.graph.nodes if not node.users and node.op == "call_function"])
     real = torch.empty(6, 10, device="meta")
-    with LiveBytes() as meter:
-        meter.ignore([real])
+    with MemoryMeter([real]) as meter:
         torch.fx.Interpreter(gm).run(real)
     assert predict_timeline(gm, UNIT).peak == meter.peak + real.nbytes
 

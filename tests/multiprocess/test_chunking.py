@@ -21,14 +21,14 @@ import tritoncp
 from tests.chunking import models
 from tests.distributed.test_profiler_ranges import LOCAL, ranges
 from tests.multiprocess import ranks
-from tests.planning.memory_meter import sent_bytes
+from tests.report.sent_bytes import sent_bytes
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan
 from tritoncp.chunking import Pass, chunk, mark, order, predict_timeline
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.streams import costs
 from tritoncp.chunking.streams.storages import hint
 from tritoncp.distributed import collectives
-from tritoncp.planning.cost import NVLINK
+from tritoncp.planning.hardware import NVLINK
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 B, S, CHUNKS = 4, 64, 2

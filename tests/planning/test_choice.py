@@ -20,6 +20,8 @@ from tritoncp import (
     sliding_window,
 )
 from tritoncp.planning import build, cost
+from tritoncp.planning.hardware import hardware_of
+from tritoncp.planning.layer import Shape
 
 ORDERS = [*balancers, None]
 LENGTHS = [300, 4000, 900, 1500, 28, 1024, 440]
@@ -35,7 +37,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
 
 def seconds(plan: tritoncp.Plan) -> float:
     """Predicted time of the plan's schedule for the usual layer."""
-    estimates = cost.costs(plan, cost.Shape(batch=plan.batch), cost.hardware_of(plan.world_size))
+    estimates = cost.costs(plan, Shape(batch=plan.batch), hardware_of(plan.world_size))
     return {one.schedule: one.total for one in estimates}[plan.schedule]
 
 
@@ -45,7 +47,7 @@ def test_auto_takes_the_balancer_of_minimal_time_under_the_schedule(schedule: st
     chosen = make_plan(mask, world_size=8, rank=0, balancer="auto", schedule=schedule)
     for balancer in ORDERS:
         plan = make_plan(mask, world_size=8, rank=0, balancer=balancer, schedule=schedule)
-        estimates = cost.costs(plan, cost.Shape(), cost.hardware_of(8))
+        estimates = cost.costs(plan, Shape(), hardware_of(8))
         times[plan.balancer] = next(one.total for one in estimates if key in ("auto", one.schedule))
         assert plan.balancer == (balancer or "natural") and "auto" not in plan.reason
         assert plan.schedule == (estimates[0].schedule if schedule == "auto" else schedule)

@@ -17,13 +17,13 @@ import tritoncp
 from tritoncp import Plan, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.cli import main
 from tritoncp.core.records import replace
-from tritoncp.planning import cost
 from tritoncp.planning.build import build
+from tritoncp.planning.hardware import Hardware
 from tritoncp.planning.placement import by_blocks
-from tritoncp.planning.report import drawing
-from tritoncp.planning.report.command import check_size
-from tritoncp.planning.report.facts import PlanFacts
-from tritoncp.planning.report.text import (
+from tritoncp.report import drawing
+from tritoncp.report.command import check_size
+from tritoncp.report.facts import PlanFacts
+from tritoncp.report.text import (
     WIDTH,
     format_blocks,
     format_heading,
@@ -180,7 +180,7 @@ def test_the_text_of_a_small_plan_has_not_changed(monkeypatch: pytest.MonkeyPatc
     mod = and_masks(causal(), document(lengths=[256, 768]))
     mask = create_block_mask(mod, 1, 1, 1024, 1024)
     plan = replace(build(mask, 3, 2, balancer="contiguous", schedule="ring"), reason="why")
-    facts = PlanFacts.of(plan, cost.Hardware("a GPU", 1e13, 1e10, 1e-5, 0.7, "by hand"), **LAYER)
+    facts = PlanFacts.of(plan, Hardware("a GPU", 1e13, 1e10, 1e-5, 0.7, "by hand"), **LAYER)
     text, _, meaning = format_text(facts).partition("what this means:\n")
     assert text == TEXT and meaning.split() == " ".join(MEANING).split() and format_meaning(facts) == MEANING
     for imbalance, word in ((1.02, "yes"), (1.021, "nearly"), (1.1, "nearly"), (1.11, "no")):
