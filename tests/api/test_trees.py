@@ -141,7 +141,7 @@ def tensors(lists: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@few(12)
+@few(20)
 @given(
     batches, st.integers(1, 8), st.sampled_from(BALANCERS), st.sampled_from([-1, 3, 14]), st.integers(0, 99)
 )

@@ -117,7 +117,11 @@ def test_all_chunks_of_the_sequence_see_a_memory_of_any_length(source, rows, mas
 
 
 @pytest.mark.parametrize(
-    ("source", "dim"), [("attended", "seq"), ("parameter", "seq"), ("argument", "batch")]
+    ("source", "dim"),
+    [
+        ("attended", "seq"),
+        *(pytest.param(*x, marks=pytest.mark.long) for x in (("parameter", "seq"), ("argument", "batch"))),
+    ],
 )
 def test_chunks_in_a_graph_see_the_memory_that_eager_chunks_see(source, dim):
     torch.manual_seed(0)

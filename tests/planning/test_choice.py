@@ -57,9 +57,9 @@ def test_auto_takes_the_balancer_of_minimal_time_under_the_schedule(schedule: st
 
 @pytest.mark.parametrize("name", MASKS)
 def test_every_rank_makes_the_same_choice(name: str) -> None:
-    plans = [make_plan(MASKS[name](), world_size=5, rank=rank, balancer="auto") for rank in range(5)]
+    plans = [make_plan(MASKS[name](), world_size=3, rank=rank, balancer="auto") for rank in range(3)]
     assert len({(p.balancer, p.schedule, p.reason, p.digest) for p in plans}) == 1
-    assert [p.rank for p in plans] == list(range(5))
+    assert [p.rank for p in plans] == list(range(3))
 
 
 def test_several_masks_share_the_order_with_the_shortest_total_time() -> None:

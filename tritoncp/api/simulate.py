@@ -212,6 +212,10 @@ class World:
         dispatch.refuse_transforms()
         if (wrong := unexpected_keyword(flex_attention, options)) is not None:
             raise wrong
+        if names := sorted({"mesh", "positions"} & options.keys()):
+            raise TypeError(
+                f"{names[0]} was passed to a simulated world, whose ranks are all in this process: omit it"
+            )
         score_mod, block_mask, _ = sort_arguments(score_mod, block_mask, None)
         mask = plain_mask(block_mask)
         sides: tuple[Sequence[Any], ...]
@@ -273,7 +277,7 @@ class World:
 
     @property
     def _places(self) -> list[tuple[str, int, int]]:
-        """The places of all ranks, as of :func:`tritoncp.api.group_call.place_in_group`."""
+        """The places of all ranks, as of :func:`tritoncp.distributed.groups.place_in_group`."""
         return [("", self.world_size, rank) for rank in range(self.world_size)]
 
     def _checked(self, plan_or_mask: Any) -> Any:

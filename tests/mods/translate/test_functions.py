@@ -70,6 +70,7 @@ def test_functions_of_scores_equal_dense_attention(names: list[str], engine: str
     check_attention(sum_of(names), tolerance=tolerance)
 
 
+@pytest.mark.long  # tests/test_plain.py draws tests of this room in make test
 @pytest.mark.interpreted
 def test_functions_of_libdevice_in_a_process_without_settings_of_tests() -> None:
     """Kernels run in Triton's unmodified interpreter, and each function is called."""

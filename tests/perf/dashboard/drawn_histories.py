@@ -1,5 +1,5 @@
-"""Histories whose truth is known, drawn over sizes of steps, noise, outliers, drift and runs a commit; and a
-count of what a method says about them."""
+"""Random histories with known steps, for several step sizes, noises, outliers, drifts and numbers of runs per
+commit, and counts of the steps that a method finds in them."""
 
 from __future__ import annotations
 
