@@ -16,6 +16,7 @@ from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 from tritoncp._version import __version__ as __version__
+from tritoncp.core.late_binding import BOUND as _BOUND
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
@@ -88,6 +89,7 @@ def _find_kernels() -> None:
 
 
 _find_kernels()
+_BOUND["reports of plans"] = "tritoncp.report"
 
 _WHERE = {
     "api.attention": ("flex_attention",),

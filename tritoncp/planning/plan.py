@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import field
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.late_binding import load_bound
 from tritoncp.core.pytrees import register_handled
 from tritoncp.core.records import fields_of, record, replace
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
@@ -54,8 +54,8 @@ class Reports(Protocol):
 
 
 def _reports() -> Reports:
-    """Load the reports by name: a plan imports nothing of what stands above it."""
-    reports: Reports = import_module("tritoncp.report").REPORTS
+    """Return the reports, which the package's root binds: a plan knows nothing of what stands above it."""
+    reports: Reports = load_bound("reports of plans").REPORTS
     return reports
 
 
