@@ -27,8 +27,9 @@ pytest := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 	$(pytest) $(draws) $(ARGS)
 
-# Without files that compile graphs, start processes or draw pictures.
-slow := graph/test_dynamo* api/test_parallel.py api/test_reshard.py api/test_trees.py planning/report/*
+# Without files that compile graphs, start processes, draw pictures or run many interpreted kernels.
+slow := graph/test_dynamo* report/* $(addprefix api/test_,layout.py log_lines.py parallel.py reshard.py roll.py \
+	trees.py) $(addprefix call/test_,autograd.py call_modes.py expand.py modes_around_calls.py)
 quick: $(VENV)/.dev-ready ## tests of plans, masks, the CPU engine and calls: before a commit
 	$(pytest) tests/planning tests/masks tests/cpu tests/graph tests/call tests/api $(foreach file,$(slow),--ignore-glob='*/$(file)') $(ARGS)
 

@@ -25,11 +25,12 @@ from tritoncp.perf.suite.everyday_masks import everyday_masks
 from tritoncp.perf.suite.host_memory import peak_since, start_peak
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
-from tritoncp.planning.cost import BACKWARD_RATIO, hardware_of
+from tritoncp.planning.cost import BACKWARD_RATIO
+from tritoncp.planning.hardware import hardware_of
 from tritoncp.planning.packer import pack_batches
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem
-from tritoncp.planning.report.units import format_tokens
+from tritoncp.report.units import format_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = ((1 << 17, 8), (1 << 20, 64))  # tokens and ranks of the table "balance"
@@ -121,7 +122,7 @@ def format_balance() -> str:
 
 def format_scale() -> str:
     """Measure whole plans with `schedule="auto"`, and format the maxima over masks for each balancer."""
-    rows = {balancer: [balancer] for balancer in balancers}
+    rows = {balancer: [balancer] for balancer in COMPARED}
     heads = ["balancer"]
     for tokens, world_size in SCALES:
         masks = [Problem(name, tokens).block_mask() for name in SCALED]

@@ -156,10 +156,10 @@ def row_runs(rows, i_b, i_h, i_slot):
     """Bounds (begin, mid, end) of a row's runs: masked ones first, then full ones."""
     if rows.runs is None:
         if multiplies_from_registers() and not MOVES_PAST_COPIES:
-            # Triton stores what all tiles share, such as Q, to shared memory in the loop over tiles, and moves
-            # the store ahead of the loop. From 3.9 on it moves none past copies, and the first copies of the
-            # loop are ahead of it, unless another loop is around (without: dQ spills 1792 bytes, sm_80, 128
-            # channels).
+            # Triton stores what all tiles share, such as Q, to shared memory in the loop over tiles, and
+            # moves the store ahead of the loop. From 3.9 on it moves none past copies, and the first copies
+            # of the loop are ahead of it, unless another loop is around (without: dQ spills 1792 bytes,
+            # sm_80, 128 channels).
             one = tl.minimum(tl.num_programs(0), 1)  # 1, as only the assembler knows
             return 0, one, one + 1
         else:

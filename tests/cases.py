@@ -26,7 +26,7 @@ AUX = AuxRequest(lse=True, max_scores=True)
 SIDES = ("q", "kv", "kv")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("dense", "heads inside", "slice", "channels apart", "one channel", "rows alike", "one row of keys")
-PASSES = ("forward", "out", "lse", "out and lse", "out of some rows")  # what the loss depends on
+PASSES = ("forward", "out", "lse", "out and lse", "out of some rows")  # outputs on which the loss depends
 MASKS, SCORES = zoo.MASKS | torch_mods.MASKS, zoo.SCORES | torch_mods.SCORES
 Expression = tuple[Any, ...]  # ("window", 7), ("not", a), ("and", a, b), ("or", a, b)
 Answers = dict[str, Tensor]
@@ -40,7 +40,7 @@ class Case:
     heads:     of keys and values; ``group`` query heads read each
     dims:      channels of q and k, of v
     mask:      of :data:`MASKS`, by name and number, or combined
-    own_lists: whether batch rows and heads have block lists of their own, where one list would do
+    own_lists: whether batch rows and heads have separate block lists, although one list would do
     form:      of the mask in a call without a plan: "compact", "torch's" BlockMask, "without lists"
     size:      of q and k
     world:     ranks, 1 with balancer None: the call without ranks
@@ -153,7 +153,7 @@ def tensors(case: Case) -> dict[str, Tensor]:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """Return x [B, H, S, D], or one row of it for all, in memory as the layout says."""
+    """Return x [B, H, S, D], or one batch row of it for all, with the memory layout of this name."""
     if layout == "heads inside":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "slice":
@@ -211,7 +211,7 @@ def any_pieces(x: Tensor, world: int, seed: int) -> list[Tensor]:
 def dense(
     case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None, sinks: Any = None
 ) -> list[Tensor]:
-    """Return out, lse and max_scores of dense attention, whose pairs do not come from tritoncp."""
+    """Return out, lse and max_scores of dense attention, with pairs that tritoncp did not compute."""
     mod = case.score_mod(learned)
     score = mod and (lambda s, b, *rest: mod(s, b + case.first_row, *rest))
     return [*dense_attention(q, k, v, case.visible(), score, scale=case.scale, sinks=sinks)]
@@ -257,14 +257,14 @@ def agree(case: Case, got: Answers, want: Answers) -> None:
 
 
 def tolerance(dtype: torch.dtype, name: str) -> float:
-    """Return the largest error relative to the largest value. Gradients of learned tensors and sinks are sums
+    """Return the allowed error relative to the max value. Gradients of learned tensors and sinks are sums
     over all pairs or rows."""
     grown = 4 if name in ("gradient of learned", "gradient of sinks") else 1
     return grown * {torch.float64: 1e-11, torch.float32: 1e-5}.get(dtype, 4 * torch.finfo(dtype).eps)
 
 
 def check(case: Case) -> None:
-    """Assert that tritoncp's answers are those of dense attention."""
+    """Assert that tritoncp's answers equal dense attention."""
     agree(case, answers(case, tensors(case), call), expected(case))
 
 
@@ -288,7 +288,8 @@ def named(cases: Sequence[Case]) -> list[Any]:
 
 
 def spread(factors: Mapping[str, Sequence[Any]], count: int) -> list[Case]:
-    """Return ``count`` cases with each value of a factor equally often, in an order of the factor's own."""
+    """Return ``count`` cases with each value of a factor equally often, in a separate order for each
+    factor."""
     columns = [
         random.Random(name).sample([*islice(cycle(values), count)], count) for name, values in factors.items()
     ]
@@ -296,8 +297,8 @@ def spread(factors: Mapping[str, Sequence[Any]], count: int) -> list[Case]:
 
 
 def pairs(factors: Mapping[str, Sequence[Any]], apart: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield rows that together contain every pair of values of every two factors, but for the two factors
-    ``apart``, if there are any: of these, every value.
+    """Yield rows that together contain every pair of values of every two factors. For the two factors
+    ``apart``, if given, they only contain every value.
 
     Greedy: a row begins with a missing pair, then each factor takes the value that adds most missing pairs.
     """

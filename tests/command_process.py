@@ -1,4 +1,4 @@
-"""Programs and `python -m tritoncp` in a process of their own."""
+"""Runs of programs and of `python -m tritoncp` in separate processes."""
 
 import os
 import subprocess

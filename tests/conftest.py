@@ -5,7 +5,7 @@ interpreted or executed kernels.
 (``tritoncp.executor``) in place of interpreting their source.
 
 ``pytest --plain 200`` runs a sample of the tests as a user's process would: nothing in Triton, torch or this
-package is replaced. With TRITON_INTERPRET=0 it takes those of the CPU engine, else all others.
+package is replaced. With TRITON_INTERPRET=0 it runs the tests of the CPU engine, else all others.
 """
 
 import argparse
@@ -102,7 +102,8 @@ def is_plain(item: pytest.Item) -> bool:
 
 
 def draw(count: int, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return a sample, as many of each room as of any other while it has some, in the order of the suite."""
+    """Return a sample with equally many tests of each room, as far as it has them, in the order of the
+    suite."""
     rooms: dict[str, list[pytest.Item]] = {}
     for item in sorted(items, key=lambda item: random.Random(item.nodeid).random()):
         rooms.setdefault(item.nodeid.split("/")[1], []).append(item)
@@ -112,10 +113,12 @@ def draw(count: int, items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector, and ranks that are forked, the objects that all tests share: collections
-    neither search them nor write to their memory, which a forked process would copy."""
+    """Hide the objects that all tests share from the garbage collector: collections neither search them nor
+    write to their memory, which a forked process would copy. Fewer collections spare compilers, which make
+    many objects, a twentieth of their time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +191,7 @@ def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Run the test without compiled code of others, and leave none."""
+    """Run the test without compiled code of other tests, and leave none."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -196,7 +199,8 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def host_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Treat CPU tensors as a GPU's where masks are made; list how many tensors each copy to the host has."""
+    """Treat CPU tensors like GPU tensors when masks are made; list the number of tensors of each copy to the
+    host."""
     copies: list[int] = []
     to_host = mask_source.to_host
 

@@ -1,5 +1,5 @@
 """Draws of hypothesis: 40 of each law, 150 with ``--hypothesis-profile=wide``, as in ``make test-all``; and
-pairs of values, some of which are for ``make test-all`` alone."""
+pairs of values, some of them only for ``make test-all``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def few(share: int = 4) -> settings:
 
 
 def by_turns(names: Iterable[Any], values: Sequence[Any]) -> list[Any]:
-    """Pair each name with one of the values, which take turns; all other pairs are marked long."""
-    names = list(names)
-    return [
-        pytest.param(name, value, marks=[pytest.mark.long] * (value != values[i % len(values)]))
-        for (i, name), value in product(enumerate(names), values)
-    ]
+    """Pair each name, or tuple of names, with one of the values in turn; all other pairs are marked long."""
+    pairs = []
+    for (i, name), value in product(enumerate(names), values):
+        words = (*name, value) if isinstance(name, tuple) else (name, value)
+        marks = [pytest.mark.long] * (value != values[i % len(values)])
+        pairs.append(pytest.param(name, value, marks=marks, id="-".join(map(str, words))))
+    return pairs

@@ -3,7 +3,7 @@
 The interpreter uses NumPy's matmul, and the bits that BLAS computes for a row depend on the number of rows,
 on the CPU and on the number of threads: no two computations of equal numbers could be compared bit by bit.
 Here each product is a few float64 products of *slices* (error-free splitting, Ozaki et al. 2012), integers
-times one power of two, so small that no sum of them rounds, whatever its order.
+times one power of two, so small that no sum of them rounds, in any order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def multiply(a: NDArray, b: NDArray) -> Wide:
     if np.isfinite(a).all() and np.isfinite(b).all():
         return multiply_finite(a, b, count)
     with np.errstate(invalid="ignore"):
-        plain = a @ b  # not finite where a factor is not, in any order
+        plain = a @ b  # not finite if a factor is not, in any order
     exact = multiply_finite(np.where(np.isfinite(a), a, 0.0), np.where(np.isfinite(b), b, 0.0), count)
     return np.where(np.isfinite(plain), exact, plain)
 
@@ -60,7 +60,7 @@ def multiply(a: NDArray, b: NDArray) -> Wide:
 def multiply_finite(a: Wide, b: Wide, count: int) -> Wide:
     rows, columns = list(slices(a, 1, count)), list(slices(b, 0, count))
     total = np.zeros((len(a), b.shape[1]))
-    for last in range(count - 1, -1, -1):  # small ones first
+    for last in range(count - 1, -1, -1):  # small terms first
         for i in range(last + 1):
             total += rows[i] @ columns[last - i]
     return total

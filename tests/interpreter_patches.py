@@ -1,12 +1,12 @@
 """Spare Triton's interpreter work that changes no result: two thirds of the time of small kernels.
 
-- It puts its own functions in place of those of ``triton.language`` when a launch begins, and again for each
+- It replaces the functions of ``triton.language`` when a launch begins, and again for each
   call of one jit function by another. Here they are listed once, and set once a launch.
 - For every sum and product of integers it computes an overflow check, which counts only in debug mode.
 - It makes a table of types for each constant, a dictionary of keywords for each call, and types and shapes
   for each tensor, and checks the size of each array.
-- It looks for the type of a sum or product, also where both sides have it, and for the shape, also where it
-  has found that of the same two shapes before.
+- It computes the type of a sum or product even if both sides have it, and the shape even if it computed it
+  for the same two shapes before.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PLAIN = {int, bool, float, str, type(None), tl.dtype, tl.block_type, tl.pointer_
 
 
 def unwrap_once(value: Any) -> Any:
-    """The value of a constant; most are neither constants nor lists."""
+    """The value of a constant; nearly all arguments are neither constants nor lists."""
     return value if type(value) in PLAIN else unwrap(value)
 
 
@@ -97,11 +97,11 @@ def initialise_handle(
     self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
-COMMON: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}  # by two shapes: that of their sum
+COMMON: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}  # shape of the sum, by two shapes
 
 
 def broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """Two tensors of one shape; most have it."""
+    """Broadcast two tensors to one shape, which nearly all have already."""
     one, other = lhs.type, rhs.type
     if not (one.is_block() and other.is_block()):
         return broadcast(self, lhs, rhs)
@@ -122,11 +122,12 @@ def expand(x: Any, shape: list[int]) -> Any:
     return tl.tensor(handle, get_block_type(x, x.dtype, shape))
 
 
-ALIKE = {"int1", "int32", "int64", "fp32", "fp64"}  # types of operands that are also that of every operation
+ALIKE = {"int1", "int32", "int64", "fp32", "fp64"}  # a result of two such operands has their type
 
 
 def convert_unequal(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> tuple[Any, Any]:
-    """Two tensors of the type and shape in which a binary operation computes; most have the type."""
+    """Convert two tensors to the type and shape in which a binary operation computes; nearly all have the
+    type already."""
     are_tensors = type(lhs) is tl.tensor and type(rhs) is tl.tensor
     if are_tensors and lhs.dtype is rhs.dtype and lhs.dtype.name in ALIKE:
         return broadcast_unequal(self, lhs, rhs)

@@ -114,8 +114,8 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
     assert len(done.stderr) < 3000
 
 
-OUTPUTS = {  # of each option that names an output: words, and what does the work
-    "plan --png": (["plan", "--png=/proc/x.png"], "planning.report.command.collect_facts"),
+OUTPUTS = {  # for each option that names an output: words of a command, and the function that does the work
+    "plan --png": (["plan", "--png=/proc/x.png"], "report.command.collect_facts"),
     "demo --out": (["demo", "--out=/proc/x"], "demo.run.introduce"),
     "autotune --out": (["autotune", "--out=/proc/x"], "tuning.search.autotune"),
     "perf run --out": (["perf", "run", "--device=host", "--out=/proc/x"], "perf.suite.host_cases.run"),
@@ -159,7 +159,7 @@ def test_commands_that_need_a_gpu_end_alike_without_one(words, monkeypatch):
     ("words", "work", "code", "said"),
     [
         *((words, work, 2, words[-1].partition("=")[2]) for words, work in OUTPUTS.values()),
-        (["plan", "--png=x.png"], "planning.report.command.collect_facts", 1, "pip install matplotlib"),
+        (["plan", "--png=x.png"], "report.command.collect_facts", 1, "pip install matplotlib"),
         (["demo"], "demo.run.introduce", 1, "pip install matplotlib"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
@@ -189,7 +189,7 @@ def test_checked_mods_are_not_called(mods):
 @pytest.mark.parametrize("name", ["near", "tree", "module", "closer", "both", "loud"])
 def test_json_of_a_users_mask_is_the_same_every_time(name, mods):
     first = CliRunner().invoke(main, ["plan", f"--mask=my_mods:{name}", SMALL, "--json"])
-    del sys.modules["my_mods"]  # and what lies where: another function at another address
+    del sys.modules["my_mods"]  # functions at other addresses
     second = CliRunner().invoke(main, ["plan", f"--mask=my_mods:{name}", SMALL, "--json"])
     assert first.exit_code == second.exit_code == 0, first.output
     assert first.stdout == second.stdout and "0x" not in first.stdout

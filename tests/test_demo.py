@@ -17,7 +17,7 @@ from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, windows
 from tritoncp.demo.model import ModelShape
 from tritoncp.demo.train import RankFailed, TrainingConfig, TrainingStep, train, train_on_ranks
-from tritoncp.planning.report.text import NEARLY_EVEN
+from tritoncp.report.text import NEARLY_EVEN
 
 SMALL = TrainingConfig(seq_len=256, steps=2, shape=ModelShape(layers=1))
 
@@ -41,7 +41,7 @@ def test_a_label_is_the_next_byte_of_the_same_document():
             assert target[-1] == IGNORE
 
 
-def test_the_cpu_engine_trains_where_it_is_asked_for(monkeypatch):
+def test_the_cpu_engine_trains_if_requested(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     engines = []
 
@@ -65,7 +65,7 @@ def test_the_work_of_the_ranks_is_even(world_size):
 # training, on one rank and on several
 
 
-def test_the_loss_falls():
+def test_the_loss_falls(cpu_engine):
     losses = [
         step.loss
         for step in train(TrainingConfig(seq_len=128, steps=12, shape=ModelShape(layers=1)), None, CPU)
@@ -98,7 +98,8 @@ def test_torchrun_is_refused(monkeypatch, tmp_path):
     assert done.exit_code == 2 and "without torchrun" in done.output
 
 
-def test_an_error_of_a_rank_is_reported_once_with_its_number():
+def test_an_error_of_a_rank_is_reported_once_with_its_number(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # ranks read it, as the command sets it
     impossible = TrainingConfig(seq_len=256, steps=1, shape=ModelShape(heads=3, kv_heads=2, layers=1))
     with pytest.raises(RankFailed) as failed:
         list(train_on_ranks(impossible, 2))
@@ -108,7 +109,8 @@ def test_an_error_of_a_rank_is_reported_once_with_its_number():
     assert not multiprocessing.active_children()
 
 
-def test_a_rank_that_is_killed_is_noticed():
+def test_a_rank_that_is_killed_is_noticed(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     steps = train_on_ranks(replace(SMALL, steps=1000), 2)
     next(steps)
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)

@@ -42,7 +42,7 @@ def test_a_nan_is_in_every_answer_that_saw_it(schedule: str, where: str, engine:
     for name, a, b in zip(("out", "lse", "max_scores"), got, want, strict=True):
         assert bool(b.isnan().any()) and torch.equal(a.isnan(), b.isnan()), name
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert bool((got[1][~case.visible().any(-1)] == -math.inf).all())  # saw nothing, and says so
+    assert bool((got[1][~case.visible().any(-1)] == -math.inf).all())  # saw no key
 
 
 def test_an_infinite_score_is_a_nan_in_out_and_lse_of_its_row() -> None:
@@ -84,7 +84,7 @@ def test_gradients_of_rows_with_a_nan_are_nan() -> None:
 @pytest.mark.bar(5)
 def test_no_probability_exceeds_one_however_large_scores_are(size: float, dtype: torch.dtype) -> None:
     """The forward pass is exact; for scores beyond the fractional digits of float32, gradients are bounded by
-    those of probabilities that are all one."""
+    the gradients for probabilities that are all one."""
     case = case_of(size=size, dtype=dtype)
     q, k, v = tensors(case).values()
     got, want = call(case, q, k, v), dense(case, q.double(), k.double(), v.double())

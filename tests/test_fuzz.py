@@ -41,7 +41,7 @@ FACTORS: dict[str, Any] = {
 CPU = pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 KERNELS = pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 
-APART = ("mask", "score")  # most rows are those of their pairs, of which neither knows the other
+APART = ("mask", "score")  # these two need most of the rows, since they are paired with each other
 PAIRS = [case_of(row, seed) for seed, row in enumerate(pairs(FACTORS, APART))]
 SMALL = (
     FACTORS
@@ -51,7 +51,7 @@ SMALL = (
         "heads, group": ((2, 1), (1, 3)),
         "batch, first_row": ((1, 0), (2, 0), (2, 1)),
         "loss": PASSES[1:],  # tests/kernels has calls without a backward pass
-        "dims": ((40, 8), (3, 16), (16, 1), (1, 24)),  # two of them in two pieces
+        "dims": ((40, 8), (3, 16), (16, 1), (1, 24)),  # two of the head dims have two pieces
         "options": (
             {},
             {"USE_TMA": True},
@@ -65,7 +65,7 @@ SMALL = (
     }
 )
 EACH = spread(SMALL | {"world": (2, 1)}, len(MASKS))
-# Of torch's flex attention's tests: each of its scores once, with few of the other factors' values.
+# The cases of torch's flex attention tests: each score once, with few values of the other factors.
 OF_TORCH = {
     "mask": tuple(torch_mods.MASKS),
     "score": tuple(torch_mods.SCORES),
@@ -115,7 +115,7 @@ def test_every_pair_of_factors_in_kernels(engine: str, case: Case) -> None:
 @CPU
 @pytest.mark.parametrize("schedule", FACTORS["schedule"])
 def test_gradients_of_keys_that_many_ranks_read(engine: str, schedule: str) -> None:
-    """Each rank returns its part of the gradients of keys, which lie elsewhere in each batch row."""
+    """Each rank returns its part of the gradients of keys, whose places differ between batch rows."""
     documents = ("or", ("causal documents of rows", 6), ("pieces", 39))
     check(Case(documents, "distances", schedule, world=4, balancer="ptrr", batch=3, block=4))
 
@@ -173,7 +173,7 @@ SAMPLE = settings(phases=[Phase.generate, Phase.shrink], suppress_health_check=l
 @CPU
 @settings(SAMPLE, max_examples=settings().max_examples // 2)
 @given(case=cases(longest=70))
-def test_any_case(engine: str, case: Case) -> None:
+def test_a_drawn_case_has_the_dense_answer(engine: str, case: Case) -> None:
     check(case)
 
 
@@ -181,7 +181,7 @@ def test_any_case(engine: str, case: Case) -> None:
 @CPU
 @settings(SAMPLE, max_examples=4000)
 @given(case=cases(longest=250))
-def test_many_cases(engine: str, case: Case) -> None:
+def test_many_drawn_cases_have_the_dense_answer(engine: str, case: Case) -> None:
     check(case)
 
 
@@ -189,5 +189,5 @@ def test_many_cases(engine: str, case: Case) -> None:
 @KERNELS
 @settings(SAMPLE, max_examples=150)
 @given(case=cases(longest=120))
-def test_many_cases_in_kernels(engine: str, case: Case) -> None:
+def test_many_drawn_cases_in_kernels_have_the_dense_answer(engine: str, case: Case) -> None:
     check(case)

@@ -8,20 +8,20 @@ LEFT_OUT = 5  # pytest's exit status where no test was selected
 
 
 def run_sample(count: int, *rooms: str, marks: str, **environment: str) -> None:
-    """Run the sample in one process, apart from settings that this process has from tests."""
+    """Run the sample in one process, without the settings that tests gave to this process."""
     words = ["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", marks, f"--plain={count}", *rooms]
     done = python(*words, PYTHONPATH="", **environment)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
 
 
 @pytest.mark.interpreted
-def test_kernels_and_mods_pass_where_nothing_is_replaced() -> None:
+def test_tests_of_kernels_and_mods_pass_without_patches() -> None:
     run_sample(40, "tests/kernels", "tests/mods", marks="not long and not nightly", TRITON_INTERPRET="1")
 
 
 @pytest.mark.long
 @pytest.mark.interpreted
 @pytest.mark.parametrize("interpret", ["0", "1"])
-def test_all_rooms_pass_where_nothing_is_replaced(interpret: str) -> None:
+def test_tests_of_all_rooms_pass_without_patches(interpret: str) -> None:
     marks = "not long and not nightly and not browser and not integrations"
     run_sample(200, marks=marks, TRITON_INTERPRET=interpret)

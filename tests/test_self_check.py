@@ -61,7 +61,7 @@ def test_the_json_has_every_schedule():
 
 
 @pytest.mark.parametrize("options", [["--budget=0.001"], ["--budget=0.001", "--strict"]])
-def test_a_budget_that_was_asked_for_is_a_limit(options):
+def test_a_requested_budget_is_a_limit(options):
     done = CliRunner().invoke(main, ["check", "--json", *options])
     report = json.loads(done.stdout)
     assert done.exit_code == 1
@@ -85,7 +85,7 @@ def run_some(monkeypatch, count, *options):
     return done.exit_code, done.stdout.splitlines()
 
 
-def test_cases_that_do_not_run_in_a_minute_are_named_and_no_failure(monkeypatch):
+def test_cases_that_do_not_run_in_a_minute_are_named_and_do_not_fail(monkeypatch):
     """The first cases are of every schedule."""
     code, lines = run_some(monkeypatch, 50)
     assert code == 0
@@ -107,7 +107,7 @@ def test_cases_that_do_not_run_in_a_minute_are_named_and_no_failure(monkeypatch)
         (50, ["--budget=60"], "not run: 10 more"),
     ],
 )
-def test_a_schedule_without_a_case_fails_and_so_do_missing_cases_where_all_are_asked_for(
+def test_a_schedule_without_a_case_fails_and_strict_fails_without_all_cases(
     count, options, said, monkeypatch
 ):
     code, lines = run_some(monkeypatch, count, *options)
@@ -204,7 +204,8 @@ def test_ctrl_c_ends_a_check_and_its_processes():
     ],
 )
 def test_a_fault_in_a_case_fails_that_case_alone(fault, why, processes, monkeypatch):
-    """The cases after an exception run in another process: its own may have a device that is unusable."""
+    """The cases after an exception run in another process, since the first one may have an unusable
+    device."""
     attend, started = cases.flex_attention, []
 
     def planted(q, k, v, score_mod, *rest, sinks, **options):
@@ -219,7 +220,7 @@ def test_a_fault_in_a_case_fails_that_case_alone(fault, why, processes, monkeypa
     start = run.WorkerPool._start
     monkeypatch.setattr(run.WorkerPool, "_start", lambda pool: started.append(1) or start(pool))
     monkeypatch.setattr(cases, "flex_attention", planted)
-    code, report = check("--only=[ao]*-causal-float32", "--jobs=1")  # calls of simulated ranks are others
+    code, report = check("--only=[ao]*-causal-float32", "--jobs=1")  # simulated ranks make other calls
     assert code == 1 and report["stopped"] is None and len(started) == processes
     right = {"one-device": False, "allgather": True}
     assert {case["schedule"]: case["right"] for case in report["cases"]} == right
@@ -231,7 +232,7 @@ def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
     doubled = torch.autograd.grad
 
     def grad(outputs, inputs, *rest, **options):
-        """Compute gradients with a fault: those of replicated parameters are twice too large."""
+        """Compute gradients with a fault: gradients of replicated parameters are twice too large."""
         grads = doubled(outputs, inputs, *rest, **options)
         return [2 * g if i >= 3 and outputs[0].dtype is torch.float32 else g for i, g in enumerate(grads)]
 
@@ -280,7 +281,7 @@ def test_the_error_names_numpy_where_it_is_missing(monkeypatch):
 
 
 def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch):
-    """Interpreted kernels beside a GPU: the check would pass without testing the GPU."""
+    """With interpreted kernels on a machine with a GPU, the check would pass without testing the GPU."""
     gpu = {"index": 0, "name": "NVIDIA H200", "architecture": "sm_90", "memory_gib": 139.8}
     monkeypatch.setattr(doctor, "devices", lambda: [gpu])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 
     mod:             given to tritoncp, a closed form where there is one
     visible:         its pairs, written without tritoncp
-    by_row, by_head: whether batch rows and heads differ, so that each needs lists of its own
+    by_row, by_head: whether batch rows and heads differ, so that each needs separate lists
     """
 
     mod: Any
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 
 
 def python_rule(mod: Pairs, by_row: bool = False, by_head: bool = False) -> Rule:
-    """Return the rule of a Python function, which is its own definition."""
+    """Return the rule of a Python function, which is the function itself."""
     return Rule(mod, mod, by_row, by_head)
 
 
@@ -79,7 +79,7 @@ def documents(sizes: Sizes, number: int) -> Rule:
 
 
 def causal_documents_of_rows(sizes: Sizes, number: int) -> Rule:
-    """Causal documents, others in each batch row."""
+    """Causal documents, different in each batch row."""
     ids = document_ids(sizes, number | 4)
     mod = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(ids=ids))
     return Rule(mod, lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv), by_row=True)
@@ -94,7 +94,7 @@ def trees(sizes: Sizes, number: int) -> Rule:
     left = (-1, number % 29, 2)[number % 3]
     parents, tables = [], []
     for ending in ends:
-        path, above, parent = [], [], []  # segments above a segment, itself included
+        path, above, parent = [], [], []  # ancestors of a segment, and itself
         for i in range(n):
             path = path[: int(torch.randint(0, len(path) + 1, (), generator=g))]
             parent.append(path[-1] if path else -1)

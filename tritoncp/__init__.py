@@ -16,6 +16,7 @@ from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 from tritoncp._version import __version__ as __version__
+from tritoncp.core.late_binding import BOUND as _BOUND
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tritoncp.api.reshard import reshard as reshard
     from tritoncp.api.reshard import unshard as unshard
     from tritoncp.api.roll import roll as roll
+    from tritoncp.api.selected_keys import select_keys as select_keys
     from tritoncp.api.shards import positions as positions
     from tritoncp.api.shards import shard as shard
     from tritoncp.api.simulate import simulate as simulate
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from tritoncp.planning.packer import pack_batches as pack_batches
     from tritoncp.planning.packer import pack_stream as pack_stream
     from tritoncp.planning.plan import Plan as Plan
+    from tritoncp.selection.selection import Selection as Selection
 
 
 def _find_kernels() -> None:
@@ -86,6 +89,7 @@ def _find_kernels() -> None:
 
 
 _find_kernels()
+_BOUND["reports of plans"] = "tritoncp.report"
 
 _WHERE = {
     "api.attention": ("flex_attention",),
@@ -110,6 +114,8 @@ _WHERE = {
     "masks.prefix_tree": ("tree",),
     "masks.varlen": ("varlen_mask",),
     "api.simulate": ("simulate",),
+    "api.selected_keys": ("select_keys",),
+    "selection.selection": ("Selection",),
 }
 _MODULE_OF = {name: f"tritoncp.{module}" for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)

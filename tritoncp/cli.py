@@ -27,7 +27,7 @@ from tritoncp.self_check.command import check
 from tritoncp.tuning.command import autotune
 
 if TYPE_CHECKING:
-    from tritoncp.planning.report.facts import PlanFacts
+    from tritoncp.report.facts import PlanFacts
 
 
 class Group(click.Group):
@@ -126,8 +126,8 @@ def plan(png: Path | None, as_json: bool, **options: Any) -> None:
     Shows the owner of each block, the work of each rank, the bytes that each schedule sends and keeps, its
     predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
     """
-    from tritoncp.planning.report.command import collect_facts
-    from tritoncp.planning.report.drawing import draw_figure, require_matplotlib
+    from tritoncp.report.command import collect_facts
+    from tritoncp.report.drawing import draw_figure, require_matplotlib
 
     if png is not None:
         require_matplotlib()
@@ -144,8 +144,8 @@ def _print_facts(facts: PlanFacts) -> None:
     in a pipe or a file it is plain."""
     from rich.text import Text
 
-    from tritoncp.planning.report.colours import rank_colours
-    from tritoncp.planning.report.text import format_lines
+    from tritoncp.report.colours import rank_colours
+    from tritoncp.report.text import format_lines
 
     styles = ["rgb({},{},{})".format(*colour) for colour in rank_colours(facts.plan.world_size)]
     lines = [Text(text, "" if rank is None else styles[rank]) for text, rank in format_lines(facts)]

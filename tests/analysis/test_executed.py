@@ -20,9 +20,9 @@ def run(*words: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_counts_beside_torchs_template() -> None:
-    """The causal forward pass on an A100: right, without spills, and less of everything than torch's default
-    tile, whose products of matrices are the same."""
+def test_a_forward_pass_is_counted_beside_torchs_template() -> None:
+    """The causal forward pass on an A100 is right and spills nothing. It has the matrix products of torch's
+    default tile, and less of everything else."""
     own, other = run("--arch", "sm_80", "--shape", "2x1,64x32,256", "--against", "torch")
     assert (own["who"], other["who"]) == ("tritoncp", "torch")
     assert own["error"] < 0.01 and other["error"] < 0.01 and own["spill_bytes"] == 0 < own["registers"] < 256
@@ -32,15 +32,15 @@ def test_counts_beside_torchs_template() -> None:
 
 
 @pytest.mark.long
-def test_counts_beside_torchs_template_on_blackwell() -> None:
-    """Its products have FLOPs, as many as torch's."""
+def test_a_forward_pass_is_counted_beside_torchs_template_on_blackwell() -> None:
+    """Its products have the same number of FLOPs as torch's."""
     own, other = run("--arch", "sm_100", "--shape", "1x1,64,256", "--against", "torch")
     assert own["error"] < 0.01 and other["error"] < 0.01
     assert own["flops"] == other["flops"] > 0 and own["instructions"] < other["instructions"]
 
 
 @pytest.mark.long
-def test_a_users_mask_and_score_mod_backward() -> None:
+def test_the_backward_pass_of_a_users_mask_and_score_mod_is_counted() -> None:
     words = ["--mask", "window(40) & causal", "--score", "softcap(20)", "--backward", "--shape", "2x2,64,128"]
     (row,) = run("--arch", "sm_90", *words)
     assert row["error"] < 0.02 and row["instructions"] > 0 and row["flops"] > 0
@@ -48,7 +48,7 @@ def test_a_users_mask_and_score_mod_backward() -> None:
 
 
 @pytest.mark.long
-def test_a_backward_pass_beside_torchs() -> None:
+def test_a_backward_pass_is_counted_beside_torchs_template() -> None:
     own, other = run("--arch", "sm_90", "--shape", "2x1,64x32,128", "--backward", "--against", "torch")
     assert own["error"] < 0.02 and other["error"] < 0.02
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-Place = int | str  # of an argument: its position or its name
+Place = int | str  # an argument: its position or its name
 Sum = tuple[dict[Place, int], dict[int, int]]  # the dimension of its terms, in arguments and in results
 Roll = tuple[dict[int, int], int]  # the dimensions of results, and by how many elements
 
@@ -54,7 +54,7 @@ ONE = torch.tensor(1.0)
 HALVES = torch.float16, torch.bfloat16
 FACTORS = {t: 1 - COINS.to(t) * (torch.finfo(t).eps / 2) for t in (*HALVES, torch.float32, torch.float64)}
 SORT = get_kernel("aten::sort.stable", "CPU")
-LIBRARY = Library("aten", "IMPL")  # its kernels live as long as it does
+LIBRARY = Library("aten", "IMPL")  # its kernels stay registered while it is alive
 
 
 def sums_of(op: str, args: tuple[Any, ...]) -> list[Sum]:
@@ -100,7 +100,7 @@ def compute_in_two_orders(number: int, op: str) -> Callable[..., Any]:
             return kernel.call_boxed(keys, *args, **kwargs)
         if target is not None:
             inputs[target] = inputs[target].clone()
-        if args[0].dtype in HALVES:  # rounded to nearest, the two would be one
+        if args[0].dtype in HALVES:  # rounded to nearest, both would be equal
             inputs = {place: widened(x) for place, x in inputs.items()}
         reordered = kernel.call_boxed(
             keys, *map(inputs.get, range(len(args))), **{k: inputs[k] for k in kwargs}
@@ -172,7 +172,7 @@ def spread(table: Tensor, seed: int, shape: torch.Size) -> Tensor:
     return table[first : first + count].view(shape)
 
 
-with warnings.catch_warnings(action="ignore"):  # one says that a kernel is replaced
+with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is replaced
     for number, op in enumerate(SUMMING):
         LIBRARY.impl(op, compute_in_two_orders(number, op), "CPU", with_keyset=True)
     for number, op in enumerate(EXPONENTIALS, len(SUMMING)):

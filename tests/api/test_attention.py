@@ -41,7 +41,7 @@ def tensors(**kw: Any) -> QKV:
 def test_a_kernel_option_that_only_torch_has_warns_once(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the line of the call; torch's default says nothing."""
+    """It warns at the line of the call; torch's default value does not warn."""
     monkeypatch.setattr(options, "_warned", set())
     torch.compiler.reset()
 
@@ -66,7 +66,7 @@ def test_a_kernel_option_that_only_torch_has_warns_once(
 # -- torch's call -------------------------------------------------------------------------------------
 
 
-def test_the_signature_is_that_of_torch_plus_own_arguments() -> None:
+def test_the_signature_is_torchs_with_further_arguments() -> None:
     torch_parameters, own_parameters = (
         inspect.signature(f).parameters for f in (flex.flex_attention, tritoncp.flex_attention)
     )
@@ -157,7 +157,7 @@ def test_a_mask_may_stand_in_fourth_or_fifth_place(name: str) -> None:
 # -- nothing remembered, nothing changed --------------------------------------------------------------
 
 
-def test_inputs_are_left_alone_and_outputs_are_new() -> None:
+def test_a_call_edits_no_input_and_returns_new_tensors() -> None:
     x = tensors()
     copies = [t.clone() for t in x]
     out, lse = tritoncp.flex_attention(*x, MASK, enable_gqa=True, return_lse=True)

@@ -51,10 +51,10 @@ def test_one_graph_serves_every_offset() -> None:
     for first in (2, 1, 0):
         out = fast([x[first : first + 1] for x in qkv], first)
         torch.testing.assert_close(out, whole[first : first + 1], rtol=1e-10, atol=1e-10)
-    assert counted.frame_count <= 3  # a first one, and those of 0 and 1, which torch always makes
+    assert counted.frame_count <= 3  # a first graph, and the graphs for 0 and 1, which torch always makes
 
 
-def test_a_plan_of_rows_stands_by_itself() -> None:
+def test_a_plan_of_rows_needs_no_other_plan() -> None:
     """A plan of batch rows places and numbers rows as a call with an offset does."""
     qkv, score = whole_batch()
     plan = tritoncp.make_plan(listed(and_masks(causal(), document(ids=IDS))))

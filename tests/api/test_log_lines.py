@@ -22,7 +22,7 @@ __all__ = ["places"]  # a fixture
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Have every decision and look-up of the test be new."""
+    """Forget logged decisions and cached plans, so that those of the test are new."""
     log_lines._LOGGED._entries.clear()
     tritoncp.plan_cache_clear()
     yield

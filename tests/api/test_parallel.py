@@ -1,5 +1,6 @@
 """Tests of the ParallelStyle, and of checkpointing that does not repeat communication."""
 
+import itertools
 import re
 import warnings
 from functools import partial
@@ -20,8 +21,8 @@ import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import ContextParallel, checkpoint_policy, make_plan, shard, unshard
 from tritoncp.api.inner_attention import KNOWN
-from tritoncp.api.keywords import INSTEAD
 from tritoncp.call import autograd
+from tritoncp.core.suggestions import INSTEAD
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import SCHEDULES
 from tritoncp.reference.dense import dense_attention
@@ -103,7 +104,7 @@ def test_a_parallelized_module_on_two_ranks_is_the_oracle_on_one(order):
 
 
 class Turned(nn.Module):
-    """A module of layout [B, S, H, D], with other argument names, its own mask and settings fixed by
+    """A module of layout [B, S, H, D], with other argument names, a mask and settings fixed by
     forward."""
 
     def forward(self, xq, xk, xv, attention_masks=None):
@@ -132,7 +133,7 @@ def turned():
     return [torch.randn(2, S, heads, DIM, dtype=torch.float64, generator=generator) for heads in (4, 2)]
 
 
-def test_other_layouts_names_and_dtensors():
+def test_modules_of_other_layouts_and_names_and_dtensors_are_parallelized():
     q, k = (x.transpose(1, 2) for x in turned())
     want = dense_attention(q, k, k, mask(), scale=0.3)
     for out, lse, spread in ranks.run(2, turned_on_ranks):
@@ -154,7 +155,7 @@ MISSPELLED = {f"{name}{end}" for name in KNOWN for end in ("s", "_")} - {*KNOWN}
 @pytest.mark.parametrize("module", [Open, FlexAttention, nn.Module], ids=["open", "named", "any"])
 @pytest.mark.parametrize("name", sorted({*INSTEAD, *MISSPELLED, "hint"} - {*KNOWN}))
 def test_a_keyword_without_meaning_is_refused(name, module):
-    """Whatever keywords the module's forward has: dropped in silence, a misspelled mask would be full
+    """For any keywords of the module's forward: if it were ignored, a misspelled mask would be full
     attention."""
     inner = module()
     if module is nn.Module:
@@ -196,7 +197,7 @@ def compiled_on_ranks(group):
 
 @pytest.mark.long
 def test_compiled_on_two_ranks_is_eager_on_two_ranks():
-    for results in ranks.run(2, compiled_on_ranks, timeout=120):
+    for results in ranks.run(2, compiled_on_ranks):
         for eager, fast in zip(results[::2], results[1::2], strict=True):
             for a, b in zip(eager, fast, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
@@ -250,16 +251,16 @@ def every_way(group, schedule):
     return results
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_checkpoint_that_saves_attention_sends_no_more_than_none(schedule):
-    for results in ranks.run(2, every_way, schedule):
+def test_a_checkpoint_that_saves_attention_sends_no_more_than_none():
+    by_rank = ranks.run(2, lambda group: {schedule: every_way(group, schedule) for schedule in SCHEDULES})
+    for schedule, results in itertools.chain.from_iterable(rank.items() for rank in by_rank):
         grads, forward, backward = results["none"]
         assert forward > 0
         assert backward > 0
-        for name, (other_counts, sent, sent_again) in results.items():
-            assert all(map(torch.equal, grads, other_counts)), name
-            assert sent == forward, name
-            assert sent_again == backward + (forward if name in ("plain", "reentrant") else 0), name
+        for way, (other_grads, sent, sent_again) in results.items():
+            assert all(map(torch.equal, grads, other_grads)), (schedule, way)
+            assert sent == forward, (schedule, way)
+            assert sent_again == backward + (forward if way in ("plain", "reentrant") else 0), (schedule, way)
 
 
 def test_a_policy_delegates_other_ops_to_the_passed_policy():
@@ -273,7 +274,7 @@ def test_a_policy_delegates_other_ops_to_the_passed_policy():
     assert torch.ops.tritoncp.forward.default in tritoncp.SAVE_OPS
 
 
-def test_saved_under_torch_compile():
+def test_a_policy_saves_attention_under_torch_compile():
     """The partitioner saves the ops of the policy: attention runs once."""
     q = torch.randn(1, 2, S, DIM, requires_grad=True)
     plan = make_plan(mask())

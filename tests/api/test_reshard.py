@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -73,7 +72,7 @@ def test_reshard_is_unshard_then_shard_there_and_back(case, dtype: torch.dtype) 
 
 
 @given(pairs())
-def test_gradients_move_back(case) -> None:
+def test_gradients_of_moved_rows_return_to_their_ranks(case) -> None:
     size, source, target = case
     world, length = tritoncp.simulate(size), (source or target).q.length
     x, y = torch.randn(2, length, 3, 2, dtype=torch.float64)
@@ -87,7 +86,7 @@ def test_gradients_move_back(case) -> None:
     assert all(map(torch.equal, again, moved)) and first.shape == leaves[0].shape
 
 
-def test_documents_padding_that_a_plan_leaves_out_is_pad() -> None:
+def test_padding_of_documents_that_a_plan_leaves_out_gets_the_pad_value() -> None:
     """A plan of padded documents has no row for their padding; its keys are placed apart from queries."""
     world = tritoncp.simulate(2)
     padded = {"cu_seqlens_q_padded": cumulative([8, 8]), "cu_seqlens_kv_padded": cumulative([16, 4])}
@@ -100,7 +99,7 @@ def test_documents_padding_that_a_plan_leaves_out_is_pad() -> None:
         assert torch.equal(whole, torch.where(tokens, x, -100))
 
 
-def test_dual_chunk_order_is_a_plan_where_chunks_are_whole_blocks() -> None:
+def test_dual_chunk_order_equals_a_plan_if_chunks_are_whole_blocks() -> None:
     world, x = tritoncp.simulate(4), torch.arange(64)
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=8)
     plan = world.make_plan(mask, balancer="head_tail")
@@ -109,7 +108,7 @@ def test_dual_chunk_order_is_a_plan_where_chunks_are_whole_blocks() -> None:
 
 
 def dtypes() -> list[torch.dtype]:
-    """List the dtypes of tensors that have bytes of their own, which quantised and narrower ones have not."""
+    """List the dtypes of tensors whose elements take whole bytes: no quantised and no narrower ones."""
     kinds = dict.fromkeys(kind for kind in vars(torch).values() if isinstance(kind, torch.dtype))
     return [kind for kind in kinds if not re.search(r"torch\.(q|u?int[1-7]$)", str(kind))]
 
@@ -128,7 +127,7 @@ def rows_of(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_rows_of_every_dtype_move_with_their_bits(dtype: torch.dtype) -> None:
-    """Of plans that place batch rows alike and apart, through padding and back."""
+    """Plans place batch rows alike or differently; rows move through padding and back."""
     x, world, (one, none, two, *_) = rows_of(dtype), tritoncp.simulate(2), plans_of_ranks(2)
     x = x[:2] if two.q.batch > 1 else x
     for source, target in ((one, two), (two, one), (one, none), (none, two)):
@@ -138,7 +137,7 @@ def test_rows_of_every_dtype_move_with_their_bits(dtype: torch.dtype) -> None:
         assert same_bits(world.unshard(moved, target, dim=1), x)
 
 
-def test_rows_of_one_value_move() -> None:
+def test_rows_of_a_single_value_are_moved() -> None:
     """[1, S]: rows first, its dimension of size 1 has the stride S and is contiguous."""
     x, one = torch.randn(1, S), plans_of_ranks(2)[0]
 
@@ -153,7 +152,7 @@ def test_rows_of_every_dtype_move_between_real_ranks() -> None:
     xs = {dtype: rows_of(dtype)[:2] for dtype in dtypes()}
 
     def work(group: Any) -> dict[str, list[bool]]:
-        few, results = dist.new_group(timeout=timedelta(seconds=60)), {}
+        few, results = dist.new_group(timeout=ranks.PATIENCE), {}
         one, _, two, *_ = [plan and plan.pinned().for_rank(group.rank()) for plan in plans_of_ranks(2)]
         for dtype, x in xs.items():
             part = shard(x, one, few, dim=1)
@@ -200,7 +199,7 @@ S = 44
 
 
 def plans_of_ranks(size: int) -> list[Plan | None]:
-    """Plans that place rows alike or apart, with and without padding, and natural order."""
+    """Plans place rows alike or differently, with and without padding, and in natural order."""
     return [
         build(random_mask(1, 11, 0, 4, 3), size),
         None,
@@ -219,7 +218,7 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
         mesh = dist.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "ulysses"))
     plans = [
         p and replace(p, schedule="ulysses") for p in plans_of_ranks(size)
-    ]  # for which a mesh may have two
+    ]  # a mesh for them may have two
     views = [None if p is None else p.pinned().for_rank(rank) for p in plans]
     counter, results = CompileCounterWithBackend("aot_eager"), []
 
@@ -244,7 +243,7 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
             assert torch.equal(signs, shard(x > 0, target, group, dim=1))
             results[-1] += [out.detach(), grad]
     assert all(map(torch.equal, *results))
-    assert counter.frame_count <= len(views)  # one for each combination of plans and None, and sizes
+    assert counter.frame_count <= len(views)  # one graph for each pair of plans or None
     return results[1], counter.frame_count
 
 
@@ -252,7 +251,7 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
     "mesh_shape",
     [(1, 2), *(pytest.param(shape, marks=pytest.mark.long) for shape in ((2,), (3,), (2, 2), (4, 2)))],
 )
-def test_real_ranks_plain_and_compiled(mesh_shape: tuple[int, ...]) -> None:
+def test_real_ranks_have_the_same_results_plain_and_compiled(mesh_shape: tuple[int, ...]) -> None:
     x, y = torch.randn(2, 2, S, 3, dtype=torch.float64)
     ranks.run(torch.Size(mesh_shape).numel(), one_rank, x, y, mesh_shape)
 
@@ -293,14 +292,14 @@ def gather_on_ranks(group: Any, x: Tensor, y: Tensor) -> int:
 def test_unshard_is_an_op_of_a_graph_on_real_ranks_and_on_fake_tensors() -> None:
     x, y = torch.randint(-9, 9, (2, 2, S, 3)).double()  # sums are exact in any order
     for graphs in ranks.run(2, gather_on_ranks, x, y):
-        assert graphs <= 3, graphs  # two kinds of gradients, plans and natural order, and sizes
+        assert graphs <= 3, graphs  # for two kinds of gradients, plans, and sizes
 
 
 def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
-    """For sequences of any length, also one that the ranks cannot share evenly."""
+    """Sequences have any length, also one that the ranks cannot share evenly."""
 
     def work(group: Any) -> list[Any]:
-        few, results = dist.new_group(timeout=timedelta(seconds=20)), []
+        few, results = dist.new_group(timeout=ranks.PATIENCE), []
         for order in (None, tritoncp.causal()):
             for length in range(9):
                 x = torch.arange(length)
@@ -325,7 +324,7 @@ def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
 
 
 def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
-    """Each in a group of its own; equal calls exchange facts once for a pair of plans and a shape."""
+    """Each call runs in a separate group; equal calls exchange facts once for a pair of plans and a shape."""
 
     def answers(group: Any) -> list[Any]:
         first = group.rank() == 0
@@ -349,13 +348,13 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
         }
         results = []
         for pattern, (part, source, target) in (calls | gathers).items():
-            few = dist.new_group(timeout=timedelta(seconds=20))
+            few = dist.new_group(timeout=ranks.PATIENCE)
             if pattern in gathers and (target or first):
                 call = partial(unshard, part, source, few, dim=0, grad=target)
             else:
                 call = partial(reshard, part, source, target, few, dim=0)
             results.append((pattern, ranks.attempt(call)))
-        few, counts = dist.new_group(timeout=timedelta(seconds=20)), []
+        few, counts = dist.new_group(timeout=ranks.PATIENCE), []
         pairs = [(None, one), (None, one), (one, None), (None, None), (None, one), (None, None)]
         with mock.patch.object(collectives, "exchange", wraps=collectives.exchange) as exchange:
             for is_checked in (False, True):  # TRITONCP_CHECK
@@ -365,7 +364,7 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
                         counts.append(exchange.call_count)
         return [*results, counts]
 
-    for *results, counts in ranks.run(2, answers, timeout=120):
+    for *results, counts in ranks.run(2, answers):
         assert counts == [1, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9]
         for pattern, text in results:
             assert re.match(f"Disagreement: the ranks differ in {pattern}", text), text

@@ -101,7 +101,7 @@ def test_gradients_return_to_the_rows_that_they_belong_to(problem) -> None:
 
 @given(forests(), st.integers(0, 4), st.integers(1, 4), st.sampled_from(["ptrr", "contiguous", "locality"]))
 @settings(max_examples=40)
-def test_a_tree_rolls_as_each_trajectory(forest, shift: int, size: int, balancer: str) -> None:
+def test_a_rolled_tree_equals_the_rolled_trajectories(forest, shift: int, size: int, balancer: str) -> None:
     """A token gets the row of the token before it on its path; its row's gradient is a sum over branches."""
     parents, lengths = forest
     if not sum(lengths):
@@ -109,7 +109,7 @@ def test_a_tree_rolls_as_each_trajectory(forest, shift: int, size: int, balancer
     mod, n = tritoncp.tree(parents, lengths), sum(lengths)
     world = tritoncp.simulate(size)
     plan = world.make_plan(tritoncp.create_block_mask(mod, 1, 1, n, n, BLOCK_SIZE=2), balancer=balancer)
-    matrix = torch.zeros(n, n, dtype=torch.float64)  # of the linear map, by one step on the path at a time
+    matrix = torch.zeros(n, n, dtype=torch.float64)  # the expected result, by one step on the path at a time
     for i, source in enumerate(shifts.token_ancestors(mod.depth.long(), 1).tolist()):
         if source >= 0:
             matrix[i, source] = 1
@@ -122,7 +122,7 @@ def test_a_tree_rolls_as_each_trajectory(forest, shift: int, size: int, balancer
     assert torch.equal(world.unshard(grads, plan, dim=0), matrix.T @ y)
 
 
-def test_labels_of_further_tokens_are_those_of_the_whole_text() -> None:
+def test_labels_of_further_tokens_equal_labels_of_the_whole_text() -> None:
     """Multi-token prediction: labels k tokens on, within documents, padding -100."""
     world, lengths = tritoncp.simulate(4), [100, 28, 200, 56]
     documents = tritoncp.document(lengths=lengths)
@@ -203,10 +203,10 @@ def one_rank(group: Any, x: Tensor, y: Tensor) -> int:
     return counter.frame_count
 
 
-def test_real_ranks_plain_and_compiled_with_documents_that_change() -> None:
+def test_real_ranks_roll_plain_and_compiled_with_changing_documents() -> None:
     x, y = torch.randint(-9, 9, (2, 2, S, 3)).double()
     for graphs in ranks.run(2, one_rank, x, y):
-        assert graphs <= 4, graphs  # two sizes of shards, the shift as a constant and as a number
+        assert graphs <= 4, graphs  # for two sizes of shards, and a constant and a symbolic shift
 
 
 def test_ranks_that_differ_raise_everywhere() -> None:
@@ -219,7 +219,7 @@ def test_ranks_that_differ_raise_everywhere() -> None:
         assert re.search("differ in plans: .*plan, documents and shift", answer), answer
 
 
-def test_a_line_of_the_log_says_what_is_sent(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_line_names_the_sent_rows_and_bytes(caplog: pytest.LogCaptureFixture) -> None:
     world = tritoncp.simulate(2)
     plan = world.make_plan(tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 8, 8, BLOCK_SIZE=2))
     shards = world.shard(torch.arange(8), plan, dim=0)

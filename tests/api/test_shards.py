@@ -48,7 +48,7 @@ ORDERS = {
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_simulated_world_has_the_shards_of_all_ranks(size, name):
-    """Of every order that shard takes, and unshard inverts them."""
+    """The world shards for every order that shard takes, and unshard inverts it."""
     world = tritoncp.simulate(size)
     for length in (3, 7, 12, 24):
         x, order = torch.randn(2, length), ORDERS[name](world, length)
@@ -90,7 +90,8 @@ def second_of_two():
 
 
 def test_a_shard_is_cut_by_the_plan_of_its_rank_and_group(second_of_two):
-    """A plan's rank is 0 unless it is said, as in a data loader: all ranks would get the same part."""
+    """A plan made in a data loader has rank 0 by default: without the group, all ranks would get the same
+    part."""
     tokens = torch.arange(S)
     assert torch.equal(
         shard(tokens, plan_of(2, 1), second_of_two, dim=0), shard(tokens, plan_of(2, 1), dim=0)

@@ -141,12 +141,12 @@ def tensors(lists: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@few(12)
+@few(20)
 @given(
     batches, st.integers(1, 8), st.sampled_from(BALANCERS), st.sampled_from([-1, 3, 14]), st.integers(0, 99)
 )
 def test_a_tree_is_one_forward_for_each_trajectory(schedule, batch, world_size, balancer, left, seed) -> None:
-    """Logits, loss and the gradients of all parameters."""
+    """They have the same logits, loss and gradients of all parameters."""
     g = torch.Generator().manual_seed(seed)
     batch = [tensors(lists) for lists in batch]
     weights = [[torch.rand(len(x), generator=g, dtype=torch.float64) for x in row] for row in batch]
@@ -207,7 +207,7 @@ def test_edges_are_the_pairs_of_neighbours_on_paths(batch, world_size, balancer)
 
 @given(common.filter(any))
 def test_unpack_inverts_pack(lists) -> None:
-    """The tree is the trie: every beginning is stored once, its weight is the number of trajectories."""
+    """Beginnings that trajectories share are stored once, and their weight is the number of trajectories."""
     packed = tritoncp.pack_trajectories(lists)
     assert [x.tolist() for x in packed.unpack(packed.tokens)] == lists
     values = torch.ones(len(packed.tokens), dtype=torch.float64, requires_grad=True)
@@ -222,7 +222,9 @@ def test_unpack_inverts_pack(lists) -> None:
     children = packed.parent[packed.parent >= 0].bincount(minlength=len(packed.parent))
     ends = {int(path[-1]) for path in packed.paths if len(path)}
     last = packed.lengths.cumsum(0) - 1
-    assert all(int(end) in ends or n > 1 for n, end in zip(children, last, strict=True))  # none could merge
+    assert all(
+        int(end) in ends or n > 1 for n, end in zip(children, last, strict=True)
+    )  # none could be merged
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_a_rank_fetches_little_beside_the_prefix(leaves: int, leaf: int) -> None
 
 
 @pytest.mark.parametrize("first", [torch.nan, torch.inf])
-def test_padding_has_weight_0_whatever_the_first_token_weighs(first: float) -> None:
+def test_padding_of_edges_has_weight_0(first: float) -> None:
     mask_mod = tritoncp.tree([-1, 0, 0], [2, 1, 2])
     mask = tritoncp.create_block_mask(mask_mod, 1, 1, 5, 5, BLOCK_SIZE=2)
     plan = tritoncp.make_plan(mask, world_size=2, rank=1, balancer=None)

@@ -51,7 +51,7 @@ def test_dual_chunk_order_is_the_loop_over_documents(case) -> None:
 
 
 @given(chunked(), st.integers(0, 2))
-def test_dual_chunks_and_back_are_the_same_rows(case, dim: int) -> None:
+def test_dual_chunks_converted_back_are_the_same_rows(case, dim: int) -> None:
     world, lengths = case
     total, edges = sum(lengths), cumulative(lengths)
     x = torch.arange(total * 6).view(total, 2, 3).movedim(0, dim)
@@ -72,7 +72,7 @@ def test_the_order_is_copied_from_a_device_once(monkeypatch: pytest.MonkeyPatch)
     assert not torch.equal(contiguous_to_dual_chunk(x, edges, world_size=2), first)
     assert torch.equal(contiguous_to_dual_chunk(x, cumulative([4, 8]), world_size=2), first)
     assert copies == [1] * 3
-    with torch.inference_mode():  # whose tensors count no edits
+    with torch.inference_mode():  # inference tensors do not count edits
         edges = cumulative([4, 8])
         assert torch.equal(contiguous_to_dual_chunk(x, edges, world_size=2), first)
         edges[1] = 8
@@ -126,7 +126,7 @@ def gathered(x: Tensor, group: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("how", ["pieces", "plan"])
 @pytest.mark.parametrize("layout", ["padded", "cross"])
-def test_two_processes(layout: str, how: str) -> None:
+def test_two_processes_have_the_results_of_one(layout: str, how: str) -> None:
     docs = LAYOUTS[layout]
     torch.manual_seed(3)
     want = one_by_one(buffers(docs), docs, True, (9, -1))

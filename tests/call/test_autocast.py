@@ -26,8 +26,8 @@ def autocast(dtype: torch.dtype = LOW) -> torch.autocast:
 @pytest.mark.parametrize(
     ("dtype", "dtypes"), [(LOW, [torch.float32] * 3), (torch.float16, [LOW, torch.float32, torch.float16])]
 )
-def test_a_call_equals_that_of_cast_tensors(dtype, dtypes, engine):
-    """Out and lse, bit for bit; gradients come in the tensors' own dtypes."""
+def test_a_call_under_autocast_equals_a_call_of_cast_tensors(dtype, dtypes, engine):
+    """Out and lse are equal bit for bit; gradients have the dtypes of the tensors."""
     x = qkv(*dtypes)
     with autocast(dtype):
         out, lse = tritoncp.flex_attention(*x, causal(), return_lse=True)
@@ -79,7 +79,7 @@ def test_captured_tensors_keep_their_dtype_and_get_gradients_in_it(dtype, monkey
 
 
 def test_masks_are_made_the_same_under_autocast():
-    """A product of matrices in a mask_mod is computed in its own dtype."""
+    """A product of matrices in a mask_mod is computed in the matrices' dtype."""
     vectors = torch.randn(S, 8)
     mod = lambda b, h, q, kv: vectors[q] @ vectors[kv] > 0.25  # noqa: E731
     with autocast():
@@ -90,7 +90,7 @@ def test_masks_are_made_the_same_under_autocast():
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather", "ulysses"])
 def test_ranks_cast_before_they_send(schedule):
-    """Results equal those of cast shards, so that messages hold the low precision."""
+    """Results equal results of cast shards, so that messages have the low precision."""
     world = simulate(2)
     plan = world.make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16), schedule=schedule)
     x = [world.shard(t.detach(), plan, dim=2) for t in qkv(torch.float32, LOW, torch.float32)]
@@ -103,7 +103,7 @@ def test_ranks_cast_before_they_send(schedule):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_compiled_under_autocast(inside):
+def test_a_compiled_call_casts_under_autocast(inside):
     torch._dynamo.reset()
     mask = make_plan(create_block_mask(document(lengths=[20, 12]), 1, 1, S, S, BLOCK_SIZE=16))
 
@@ -124,7 +124,7 @@ def test_compiled_under_autocast(inside):
         assert torch.equal(grad, want_grad)
 
 
-def test_varlen_under_autocast():
+def test_varlen_attention_casts_under_autocast():
     x = [torch.randn(S, 4, 16).to(dtype) for dtype in (LOW, torch.float32, torch.float32)]
     with autocast():
         out = tritoncp.varlen_attention(*x, torch.tensor([0, 20, S]), causal=True)

@@ -97,7 +97,7 @@ def test_opcheck(call, monkeypatch):
 
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("form", ["mask", "torch's", "plan"])
-def test_a_call_is_passed_as_it_is_where_eager_and_reads_the_mask_once_a_pass(form, monkeypatch):
+def test_an_eager_call_is_not_encoded_and_reads_the_mask_once_per_pass(form, monkeypatch):
     mask, _ = table_mask()
     block_mask = {"mask": mask, "torch's": mask.to_block_mask(), "plan": make_plan(mask)}[form]
     q, k, v = (x.requires_grad_() for x in inputs())
@@ -140,13 +140,13 @@ def test_the_first_derivative_under_create_graph_is_right_and_a_second_is_refuse
         graph_grads[0].sum().backward()
 
 
-def test_the_remedy_for_a_second_derivative_has_one():
+def test_the_remedy_for_a_second_derivative_computes_it():
     score_mod, mask = bias_of(1, dtype=torch.float64)[0], create_block_mask(causal(), 1, 1, 4, 4)
     x = torch.randn(1, 1, 4, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: dense_attention(x, x, x, mask, score_mod).out, x)
 
 
-def test_backward_runs_on_a_thread_of_its_own(engine):
+def test_the_backward_pass_runs_on_another_thread(engine):
     """The backward pass runs in another thread, as on a GPU."""
     tensors = [x.requires_grad_() for x in inputs(dtype=torch.float64)]
     score_mod, bias = bias_of(2, dtype=torch.float64, requires_grad=True)
@@ -198,7 +198,7 @@ def test_dispatch_modes_do_not_reach_into_the_ops():
 
 
 @pytest.mark.parametrize("wrong", ["query", "gradient", "capture"])
-def test_tensors_that_are_negative_only_in_name(wrong, engine):
+def test_lazily_negated_tensors_are_resolved(wrong, engine):
     """Kernels read memory, which does not include a lazy negation."""
     q, k, v, dout = (*inputs(dtype=torch.float64), torch.randn(1, 2, S, 16, dtype=torch.float64))
     slopes = torch.randn(2, dtype=torch.float64)
@@ -239,7 +239,7 @@ def test_a_traced_module_calls_the_op():
         ({"BLOCK_N": [16]}, {"BLOCK_N": 16}),
     ],
 )
-def test_a_refused_option_leaves_the_next_call_alone(bad, good):
+def test_a_refused_option_does_not_affect_the_next_call(bad, good):
     q, k, v = inputs(2, 1, length=32)
     mask = create_block_mask(causal(), 1, 1, 32, 32, BLOCK_SIZE=32)
     with pytest.raises(ValueError, match="kernel option"):
@@ -247,7 +247,7 @@ def test_a_refused_option_leaves_the_next_call_alone(bad, good):
     tritoncp.flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options=good)
 
 
-def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
+def test_kernels_are_launched_on_the_gpu_of_the_tensors(monkeypatch):
     """The thread's current GPU may be another one."""
     current = [0]
 

@@ -48,7 +48,7 @@ def attend(q, k, v, mask=None, score_mod=None):
 
 
 def check_shapes(x, mask, **options):
-    """Compare dtypes, shapes and strides of results and gradients with those of a call on values."""
+    """Compare dtypes, shapes and strides of results and gradients with a call on values."""
     real = qkv(requires_grad=True)
 
     def results(q, k, v):

@@ -40,7 +40,7 @@ def inputs(batch=2, heads=4, kv_heads=2, dtype=torch.float32):
 
 
 def check_ranks(mask, world_size, balancer, heads=4):
-    """Check that outputs and gradients of simulated ranks equal those of the dense oracle."""
+    """Check that outputs and gradients of simulated ranks equal the dense reference."""
     x = qkv(S, batch=2, heads=heads, kv_heads=heads // 2, v_dim=24)
     plan, start = make_plan(mask, world_size=world_size, balancer=balancer), cotangents(x)
     agree(over_ranks(x, plan, start=start), oracle(x, plan.mask, start=start))
@@ -54,7 +54,7 @@ def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row(en
     check_ranks(block_mask(by_batch_and_head), 2, "ptrr", heads=2)
 
 
-def test_bits_of_own_blocks_equal_the_mask():
+def test_bits_of_a_ranks_blocks_equal_the_mask():
     plan = make_plan(block_mask(by_sort), world_size=3, rank=1)
     look_up = tabulate(plan, [1], 1, 1)
     q, kv = torch.meshgrid(torch.arange(S), torch.arange(S), indexing="ij")
@@ -80,7 +80,7 @@ def test_bits_are_made_once_for_a_plan(monkeypatch):
 
 
 @pytest.mark.usefixtures("cpu_engine")
-def test_all_ranks_of_a_simulated_world_have_bits_though_rank_0_needs_none():
+def test_all_ranks_of_a_simulated_world_have_bits_even_if_rank_0_needs_none():
     def late(b, h, q, kv):
         return (q < 16) | (SUMS.sort().values[q] % 5 > SUMS.sort().values[kv] % 4)
 
@@ -89,7 +89,7 @@ def test_all_ranks_of_a_simulated_world_have_bits_though_rank_0_needs_none():
 
 def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():
     def bias(score, b, h, q, kv):
-        return score + torch.sort(NOISE[0, 0]).values[q]  # the line named
+        return score + torch.sort(NOISE[0, 0]).values[q]  # the error names this line
 
     q, k, v = inputs()
     line = bias.__code__.co_firstlineno + 1

@@ -32,7 +32,7 @@ def added(values: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tens
     return buffer
 
 
-def test_any_order_gives_the_same_bits_and_the_exact_sum():
+def test_any_order_of_addends_gives_the_same_bits_and_the_exact_sum():
     values = torch.randn(1000) * 2.0 ** torch.randint(-30, 30, (1000,))
     first = added(values)
     for _ in range(3):
@@ -59,7 +59,7 @@ def test_values_in_range_are_summed_exactly(values):
     assert deterministic_sum.total(added(torch.tensor(values))).item() == pytest.approx(expected, rel=1e-7)
 
 
-def test_a_sum_and_its_negative_differ_in_sign_alone():
+def test_a_sum_and_its_negative_differ_only_in_sign():
     values = torch.randn(300) * 2.0 ** torch.randint(-60, 20, (300,))
     for sample in (values, *values[:40, None]):
         assert torch.equal(deterministic_sum.total(added(-sample)), -deterministic_sum.total(added(sample)))

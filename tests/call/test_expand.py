@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,16 +23,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import tritoncp
 from tests.distributed.test_schedules import record_requests
 from tests.multiprocess import ranks
-from tests.planning.memory_meter import drive, sent_bytes
 from tests.planning.test_placement import placements, random_mask
+from tests.report.sent_bytes import sent_bytes
 from tritoncp import Plan, causal, create_block_mask, flex_attention, full_mask, sliding_window
 from tritoncp.chunking.eager import Eager
 from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import Ticket
-from tritoncp.planning import memory
 from tritoncp.planning.build import build
+from tritoncp.planning.layer import Shape
+from tritoncp.planning.message_bytes import bytes_sent
 from tritoncp.reference.dense import dense_attention
+from tritoncp.report.dry_run import largest_peak, run_dry
 
 cpu_engine = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 SCHEDULES = ["allgather", "ring", "fetch"]
@@ -58,6 +60,12 @@ def inputs(
         (LATENT, KV_HEADS * (D - ROPE + E)), (LATENT,), (batch, HEADS, length, E),
     ]  # fmt: skip
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def plain_and_compiled(names: Iterable[str], few: int) -> list[Any]:
+    """Pair names with False and True; compiled, all but the last ``few`` are marked long."""
+    pairs, compiled = [(name, False) for name in names], [(name, True) for name in names]
+    return pairs + [pytest.param(*x, marks=pytest.mark.long) for x in compiled[:-few]] + compiled[-few:]
 
 
 def leaves_of(x: list[Tensor]) -> list[Tensor]:
@@ -153,9 +161,9 @@ FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {  # of the parameters weight
 
 
 @cpu_engine
-@pytest.mark.parametrize("name", FORMS)
-def test_parameters_come_in_any_form(name: str) -> None:
-    """Plain, compiled, and in a simulated world. The latent of the caller is left as it was."""
+@pytest.mark.parametrize(("name", "compiled"), plain_and_compiled(FORMS, few=2))
+def test_parameters_come_in_any_form(name: str, compiled: bool) -> None:
+    """Calls are plain and in a simulated world, or compiled. The caller's latent is not edited."""
     torch.compiler.reset()
     x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24, BLOCK_SIZE=4)
     q, latent, weight, scale = leaves = [torch.nn.Parameter(one) for one in leaves_of(x)]
@@ -170,7 +178,8 @@ def test_parameters_come_in_any_form(name: str) -> None:
         outs = world.flex_attention(*shards, None, plan, enable_gqa=True, expand=expand)
         return world.unshard(outs, plan, dim=2)
 
-    for call in (alone, torch.compile(alone, backend="aot_eager", fullgraph=True), apart):
+    fast = torch.compile(alone, backend="aot_eager", fullgraph=True)
+    for call in (fast,) if compiled else (alone, apart):
         out = call(q, latent)
         agree([out.detach(), *torch.autograd.grad(out, leaves, x[4])], want)
         with torch.no_grad():
@@ -179,10 +188,9 @@ def test_parameters_come_in_any_form(name: str) -> None:
 
 
 @cpu_engine
-@pytest.mark.parametrize("rows", [2, 7, 23])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("rows", "compiled"), [(2, False), (7, False), (23, False), (2, True), (23, True)])
 def test_a_function_that_cuts_rows_is_refused(rows: int, compiled: bool) -> None:
-    """Also where it passes the first check, which has two rows."""
+    """It is refused also if it passes the first check, which has two rows."""
     torch.compiler.reset()
     x = inputs(24)
 
@@ -204,7 +212,7 @@ def without_gradients(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return expand_latent(latent, *arguments)
 
 
-# Functions of which some result has no derivative, for some or all of the arguments.
+# Functions with a result that has no derivative, for some or all of the arguments.
 CONSTANTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "detached results": lambda *x: tuple([one.detach() for one in expand_latent(*x)]),
     "a detached key": lambda *x: (expand_latent(*x)[0].detach(), expand_latent(*x)[1]),
@@ -215,8 +223,7 @@ CONSTANTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 @cpu_engine
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize(("name", "compiled"), plain_and_compiled(CONSTANTS, few=2))
 def test_a_function_without_a_derivative_has_gradients_of_zero(name: str, compiled: bool) -> None:
     torch.compiler.reset()
     x, fn, mask = inputs(12), CONSTANTS[name], create_block_mask(causal(), 1, 1, 12, 12, BLOCK_SIZE=4)
@@ -235,7 +242,7 @@ def test_a_function_without_a_derivative_has_gradients_of_zero(name: str, compil
 
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
+def test_expanded_calls_take_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
     """Gradients of a score_mod's captures and of parameters do not mix."""
     x, bias, sinks = inputs(24), torch.randn(HEADS, dtype=F64), torch.randn(HEADS, dtype=F64)
     plan = build(create_block_mask(causal(), None, None, 24, 24, BLOCK_SIZE=4), 3, schedule=schedule)
@@ -261,7 +268,7 @@ def test_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_padding_has_no_gradient_and_changes_none(schedule: str) -> None:
-    """Also for a function that has no value for padding, or no derivative."""
+    """This holds also for a function that has no value for padding, or no derivative."""
 
     def divided(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return expand_latent(latent / latent.norm(dim=-1, keepdim=True), *arguments)
@@ -293,9 +300,9 @@ def test_messages_have_the_latents_channels(schedule: str, monkeypatch: pytest.M
     plan = build(random_mask(1, 8, 0, 4, 1), 4, schedule=schedule)
     over_ranks(inputs(32), plan)
     sent = sum(sent_bytes(request, 4, 0) for request in requests if not isinstance(request, Ticket))
-    shape = memory.Shape(2, HEADS, KV_HEADS, D, E, 8, latent=LATENT + ROPE)
-    assert sent == sum(memory.bytes_sent(plan, shape))[0] > 0
-    whole = sum(memory.bytes_sent(plan, replace(shape, latent=0)))[0]
+    shape = Shape(2, HEADS, KV_HEADS, D, E, 8, latent=LATENT + ROPE)
+    assert sent == sum(bytes_sent(plan, shape))[0] > 0
+    whole = sum(bytes_sent(plan, replace(shape, latent=0)))[0]
     assert whole * (LATENT + ROPE) == sent * KV_HEADS * (D + E)
 
 
@@ -314,7 +321,7 @@ def test_expanded_keys_live_for_one_step(schedule: str) -> None:
     x = inputs(32, 1)
     plan = replace(build(full_mask(32, 32, block=4), 4, schedule=schedule).for_rank(0), handle=None)
     count = {"allgather": 2, "ring": 8, "fetch": 4}[schedule]
-    only = mock.patch.object(collectives, "run_alone", lambda schedule: drive(schedule, 4))
+    only = mock.patch.object(collectives, "run_alone", lambda schedule: run_dry(schedule, 4))
     leaves = leaves_of(x)
     shards = [tritoncp.shard(t, plan, dim=2) for t in leaves[:2]]
     with only:
@@ -322,14 +329,14 @@ def test_expanded_keys_live_for_one_step(schedule: str) -> None:
         with world:
             out = flex_attention(*shards, None, plan, enable_gqa=True, expand=(watched, *leaves[2:], 2))
         out.sum().backward()
-    assert len(earlier) == 2 * (count + 1)  # and the call that finds the sizes
+    assert len(earlier) == 2 * (count + 1)  # and one call that finds the sizes
 
 
 # -- modes, graphs and ranks ------------------------------------------------------------------------------
 
 
 @cpu_engine
-def test_a_call_under_modes_is_the_same() -> None:
+def test_a_call_under_modes_has_the_same_results() -> None:
     """Checkpointing, an op under a mode that counts operations, tracing, shapes, inference, and autocast."""
     x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24)
     plan = build(mask)
@@ -441,7 +448,7 @@ def rank_results(group: Any, x: list[Tensor]) -> list[list[Tensor]]:
 @cpu_engine
 @pytest.mark.filterwarnings("ignore:in natural order")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_real_ranks_plain_and_compiled(size: int) -> None:
+def test_real_ranks_have_the_same_results_plain_and_compiled(size: int) -> None:
     x = inputs(44)
     want = expanded(x, build(create_block_mask(causal(), 1, 1, 44, 44, BLOCK_SIZE=4)))
     for results in ranks.run(size, rank_results, x):
@@ -462,7 +469,7 @@ def test_a_wrong_function_on_one_rank_raises_on_all_in_graphs() -> None:
 
         return ranks.attempt(lambda: torch.compile(attend, backend="aot_eager")(*x[:4]))
 
-    texts = ranks.run(2, call, timeout=60)
+    texts = ranks.run(2, call)
     assert f"expand: fn at {__file__}:" in texts[0], texts
     assert "returned a Tensor; a pair of tensors is needed" in texts[0], texts
     assert "returned a Tensor; a pair" in texts[1] and "rank 0" in texts[1], texts
@@ -486,8 +493,8 @@ def test_chunks_without_a_graph_take_latents(dim: str) -> None:
 
 
 def test_auto_counts_the_latent_and_its_expansion() -> None:
-    """Latents of few channels move the choice from schedules that send few rows to those of few steps; a
-    latent of many heads costs more to expand; and no choice is Ulysses."""
+    """For latents of few channels, "auto" chooses schedules of few steps instead of schedules that send few
+    rows; a latent of many heads costs more to expand; Ulysses is never chosen."""
     mask = create_block_mask(causal(), 1, 1, 1 << 15, 1 << 15)
     layer = {"heads": 32, "kv_heads": 32, "head_dim": 192, "v_head_dim": 128}
     plan = tritoncp.make_plan(mask, world_size=8, rank=0, layer={**layer, "latent": 576})
@@ -506,10 +513,10 @@ def test_auto_counts_the_latent_and_its_expansion() -> None:
 
 
 def test_peaks_of_a_layer_have_its_expanded_keys_and_their_gradients() -> None:
-    """Keys in 16 bits; backward also their gradients, in 32 bits and rounded."""
-    shape, elements = memory.Shape(1, 4, 2, 5, 3, itemsize=2, latent=8), 64 * 2 * (5 + 3)
-    peak = memory._with_expanded(build(full_mask(64, 64)), shape, memory.Peak(1, 2))
-    assert peak == (1 + 2 * elements, 2 + (2 + 2 + 4) * elements)
+    """The peak has keys in 16 bits; in the backward pass also their gradients, in 32 bits and rounded."""
+    shape, elements = Shape(1, 4, 2, 5, 3, itemsize=2, latent=8), 64 * 2 * (5 + 3)
+    delta = 64 * 4 * 4  # of 4 heads, in 32 bits
+    assert largest_peak(build(full_mask(64, 64)), shape) == (2 * elements, delta + (2 + 2 + 4) * elements)
 
 
 @cpu_engine

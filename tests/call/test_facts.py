@@ -28,7 +28,7 @@ OPTIONS = {}, {"scale": 0.5}, TILE, {"return_lse": True}, SINKS
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls that reach the forward pass, each with its tensors. The pass itself is left out."""
+    """Record the calls that reach the forward pass, each with its tensors. The pass does not run."""
     seen = []
 
     def keep(calls, tensors):
@@ -48,7 +48,7 @@ def run_kinds(plans):
             flex_attention(q, k, k[..., :8], score, plan, enable_gqa=True, **options)
 
 
-def test_kept_facts_are_those_of_the_call_and_are_made_once(calls, monkeypatch):
+def test_kept_facts_equal_the_facts_of_the_call_and_are_made_once(calls, monkeypatch):
     whole = make_plan(create_block_mask(lambda b, h, q, kv: q >= kv + b, 4, 1, S, S))
     plans = make_plan(create_block_mask(causal(), 1, 1, S, S)), *(whole.batch_rows(i, 2) for i in (0, 2))
     run_kinds(plans)

@@ -50,7 +50,7 @@ def test_torchs_answer(name, compiled, engine, monkeypatch):
 
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("name", MASKS)
-def test_ranks_in_natural_order(name):
+def test_ranks_in_natural_order_have_torchs_answer(name):
     world, x, mask = simulate(2), qkv(), MASKS[name]()
     outs = world.flex_attention(*[t.chunk(2, 2) for t in x], block_mask=mask)
     torch.testing.assert_close(

@@ -102,7 +102,7 @@ def test_an_edited_capture_makes_a_new_plan_of_lists_and_refuses_a_compact_mask(
     with pytest.raises(RuntimeError, match=EDITED):
         flex_attention(Q, Q, Q, stale)
     expected = dense_attention(*[torch.randn(1, 2, S, 16)] * 3, fresh.mask)
-    assert expected.lse[0, 0, 0] == -torch.inf  # row 0 sees nothing now, although its block is listed
+    assert expected.lse[0, 0, 0] == -torch.inf  # now row 0 sees no key, although its block is listed
 
 
 def test_an_edited_closure_makes_a_new_plan_of_lists_and_refuses_a_compact_mask(built_plans):
@@ -139,7 +139,7 @@ def test_new_closures_around_the_same_tensors_are_the_same_mask(built_plans):
     assert plan(mask) is not first and len(built_plans) == 2
 
 
-def test_a_freed_mask_s_plan_is_never_found_by_another(built_plans):
+def test_the_plan_of_a_freed_mask_is_never_found_for_another_mask(built_plans):
     """Dozens of short-lived masks, whose ids may be reused, each get the right result."""
     for i in range(80):
         limit = torch.full((S,), i % 7)
@@ -222,7 +222,7 @@ def test_tensors_without_a_version_always_miss_and_are_warned_of_once(built_plan
 
 
 def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan(built_plans):
-    values = iter(range(3))  # has neither attributes nor a value to compare
+    values = iter(range(3))  # an object without attributes and without a value to compare
     sign = [1]
 
     def odd(b, h, q, kv):
@@ -253,7 +253,7 @@ def test_a_mask_on_a_device_is_copied_once_lists_and_captures_together(host_copi
     assert host_copies == [6, 6]
 
 
-def test_closed_forms_of_numbers_are_copied_never_and_of_tensors_once(host_copies):
+def test_closed_forms_of_tensors_are_copied_once_and_of_numbers_never(host_copies):
     flex_attention(Q, Q, Q, and_masks(causal(), sliding_window(3)))
     assert host_copies == []
     ids, more = torch.arange(S) // 8, torch.arange(S) // 16
@@ -302,7 +302,7 @@ def test_finding_a_plan_again_does_nothing_to_any_tensor():
 
 
 def test_calls_of_a_kind_are_checked_once(monkeypatch):
-    """Until MAX_CHECKED_CALLS kinds are remembered: then all are checked again."""
+    """After MAX_CHECKED_CALLS kinds, all are forgotten and checked again."""
     monkeypatch.setattr(plan_cache, "MAX_CHECKED_CALLS", 3)
     checked, check = [], plan_cache.validate.check_sizes
     monkeypatch.setattr(

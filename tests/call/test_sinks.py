@@ -21,10 +21,10 @@ def one_more_key(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> 
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("mask", ["causal documents of rows", "bits", "hidden rows"])
-def test_sinks_are_one_more_key(mask: str, world: int) -> None:
+def test_a_sink_acts_as_one_more_key(mask: str, world: int) -> None:
     case = Case((mask, 1), world=world, batch=2, heads=2, group=4, sinks=True)
     got, want = (answers(case, tensors(case), function) for function in (call, one_more_key))
-    del got["max_scores"], want["max_scores"]  # a sink is no score
+    del got["max_scores"], want["max_scores"]  # a sink does not count as a score
     agree(case, got, want)
 
 

@@ -1,4 +1,4 @@
-"""Mistakes: each message names the argument and the remedy, also after a call that is right."""
+"""Mistakes: each message names the argument and the remedy, also after a correct call."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def engine(options):
     return TritonEngine(Mods(), 1.0, options)
 
 
-NAMES = {  # of the calls in the table, beside tritoncp's own
+NAMES = {  # modules for the calls in the table, besides tritoncp
     "tritoncp": tritoncp, "torch": torch, "AuxRequest": AuxRequest, "S": S, "validate": validate,
     "sizes": validate.ShardSizes.of, "groups": groups, "plan_in_order": in_order, "full_mask": full_mask,
     "mask_of": mask_of, "build": build, "random_mask": random_mask, "cumulative": cumulative, "x": x,
@@ -155,7 +155,7 @@ def test_a_valid_call_does_not_admit_an_invalid_one(name, planned):
 def test_valid_calls_pass():
     """The valid counterpart of each mistake is accepted."""
     q, k = torch.randn(2, 4, S, 16), torch.randn(1, 2, S, 16)
-    out = flex_attention(q, k, k, whole(), enable_gqa=True)  # keys of one batch row serve both
+    out = flex_attention(q, k, k, whole(), enable_gqa=True)  # keys of one batch row serve both batch rows
     both = k.expand(2, -1, -1, -1)
     assert torch.equal(out, flex_attention(q, both, both, whole(), enable_gqa=True))
     assert torch.equal(out, flex_attention(q, both, both, None, whole(), enable_gqa=True))

@@ -1,5 +1,5 @@
-"""Graphs written node by node, with one byte an element, one second a byte of memory and half
-a second a byte of a message."""
+"""Graphs written node by node: an element has one byte, a byte of memory takes a second, a byte of a message
+half a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from tritoncp.planning.cost import Hardware
+from tritoncp.planning.hardware import Hardware
 
 UNIT = Hardware("unit", flops=1.0, bandwidth=2.0, latency=0.0, scattered=1.0, source="", memory=1.0)
 ATEN, C10D = torch.ops.aten, torch.ops._c10d_functional

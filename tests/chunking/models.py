@@ -199,7 +199,7 @@ class CheckedGraph(Interpreter):
         return result
 
     def is_number(self, size: Any, number: int) -> bool:
-        """Return whether a size is a number, as far as the graph reads its symbols."""
+        """Return whether a size is a number, or consists of symbols that the graph reads."""
         expr = size.node.expr.xreplace(self.sizes) if isinstance(size, SymInt) else size
         return expr == number or bool(getattr(expr, "free_symbols", ()))
 
@@ -211,8 +211,8 @@ def compiled(
     dynamic: bool | None = None,
     finish: Callable[[torch.fx.GraphModule], Any] = lambda gm: None,
 ) -> Callable[..., Any]:
-    """Compile a model by Dynamo and AOTAutograd, whose joint graph ``rewrite`` edits, and ``finish`` its
-    forward and backward graphs, and run these eagerly as :class:`CheckedGraph`."""
+    """Compile a model by Dynamo and AOTAutograd: ``rewrite`` edits its joint graph, ``finish`` its forward
+    and backward graphs, which then run eagerly as :class:`CheckedGraph`."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import default_partition

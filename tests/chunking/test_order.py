@@ -37,8 +37,8 @@ def random_graph(seed: int, count: int):
 
 def may_follow(gm):
     """List, for each node, the nodes that have to run before it, from the names of a graph as written:
-    inputs, and for each pair of which one writes memory that both use, the first. Sharing is found on real
-    tensors."""
+    inputs, and for each pair with a write to memory that both use, the first of them. Sharing is found on
+    real tensors."""
     nodes, shared = list(gm.graph.nodes), {}
     for node in nodes:
         views = node.op == "call_function" and node.target in (ATEN.slice.Tensor, ATEN.neg_.default)
@@ -70,14 +70,14 @@ def test_an_order_keeps_dependencies_and_memory_and_is_never_slower(seed, count,
         assert before[node] <= set(nodes[:at])
         assert set(needs[node]) <= before[node] | {
             nodes[0]
-        }  # after the input, and no others without a reason
+        }  # after the input; no other nodes move without a reason
     assert result.before == written and result.after == predict_timeline(gm, UNIT)
     assert result.after.makespan <= written.makespan and result.after.peak <= memory
     assert free.after.makespan <= written.makespan
 
 
-def test_orders_come_near_the_least_time_and_take_less_memory():
-    """The longest way, or all work of a stream, is the least time. Orders as written take 11 % more, free
+def test_orders_come_near_the_shortest_time_and_take_less_memory():
+    """The longest path, or all work of a stream, is a lower bound. Written orders take 11 % more, free
     orders 0.5 %, and orders in the memory of the order as written 2 %. The smallest memory is 2.3 % less."""
     least, times, peaks, smallest = 0.0, [0.0, 0.0], 0, 0
     for seed in range(20):
@@ -153,7 +153,7 @@ def test_an_ordered_graph_computes_the_same():
             assert torch.equal(result, expected)
 
 
-def test_the_order_as_written_stays_where_no_other_fits():
+def test_the_written_order_is_kept_if_no_other_fits():
     b = Builder()
     x = b.input("x", 100)
     nodes = [b.wait(b.send(x))]

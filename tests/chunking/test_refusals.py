@@ -28,7 +28,7 @@ from tritoncp.graph.spec import decode_spec, encode_spec
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 X = torch.randn(4, 8, 6)
-FRAMES = {  # of a call, from the outermost: (file, line of code)
+FRAMES = {  # stack of a call, from the outermost frame: (file, line of code)
     "train.py": "loss = model(x)",
     "model.py": "return layer(x)",
     attention.__file__: "return forward_op(q, k, v)",
@@ -166,6 +166,7 @@ REFUSED = {
         "tritoncp.forward.*traced at File .model.py.*exchanges keys between ranks.*repeat=True",
     ),
     "latent": (attend, with_call(sizes=(1, 8, 8)), "tritoncp.forward.*has expand="),
+    "selected keys": (attend, with_call(selected=(1, 1)), "tritoncp.forward.*has selected="),
     "capture": (
         attend_by(causal(), biased=True),
         with_call(wants=(0,)),
@@ -195,7 +196,7 @@ def test_a_graph_is_refused_on_its_node_and_stays_as_it_was(name):
 
 @pytest.mark.parametrize("places", [(), (0.0,), (0.5,)])
 @pytest.mark.parametrize("names", [{}, {"dropout_p": 0.0}, {"dropout_p": 0.5}], ids=str)
-def test_torchs_attention_is_cut_by_batch_without_dropout_alone(places, names):
+def test_torchs_attention_is_cut_only_by_batch_and_without_dropout(places, names):
     gm = forward_graph(torch_attention)
     node = node_of(gm, "scaled_dot_product")
     node.args, node.kwargs = (*node.args[:3], *places), names
@@ -216,12 +217,12 @@ def test_eight_modules_of_a_graph_are_named():
         ]
 
 
-def test_nodes_without_a_module_are_inside_where_they_come_from_regions_and_go_to_regions():
+def test_nodes_without_a_module_are_inside_if_inputs_and_users_are():
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         a = x.sin()
         b = (a.cos().cosh() + x).tan()  # two nodes on the way, and a sum that adds from outside
         other = x.log().sinh()
-        b.ceil()  # without a user
+        b.ceil()  # it has no user
         forward = b + other, b.exp().expm1(), (b * other).relu(), b.split(3, -1)[0], x.split(3, -1)[1]
         d, weight = a.atan(), torch.ones(6)
         return *forward, d + a, d + x, d + 1, (weight.erf() + weight.erfc()).floor()
@@ -238,7 +239,7 @@ def test_nodes_without_a_module_are_inside_where_they_come_from_regions_and_go_t
     between = dict.fromkeys(("cos", "cosh", "add", "getitem", "getitem_1", "add_2"), "layers.0") | {
         "mul": "layers.1"
     }
-    outside = {"getitem_3", "log"}  # an item of a sequence from outside, whatever its module
+    outside = {"getitem_3", "log"}  # an item of a sequence from outside, in any module
     assert inside == {name: path for name, path in (modules | between).items() if name not in outside}
 
 
@@ -272,7 +273,7 @@ def test_forward_values_are_joined_before_the_backward_pass():
     assert backward == sorted(backward) and sum(backward) == 2
 
 
-def test_chunks_of_the_backward_pass_run_one_after_the_other_the_last_first():
+def test_chunks_of_the_backward_pass_run_from_the_last_to_the_first():
     gm = forward_graph(lambda x, w: x.sin().cos().tanh())
     for name in ("cos", "tanh"):
         node_of(gm, name).meta["partitioner_tag"] = "is_backward"
@@ -347,7 +348,7 @@ def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():
         send(k.requires_grad_(), k, False, [], [], 1.0, plan.handle, spec)
 
 
-# Functions of x [B, S, C] whose rows are of other rows.
+# Functions of x [B, S, C] whose rows depend on other rows.
 MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "cumsum": lambda x: x.cumsum(1),
     "cumprod": lambda x: x.cumprod(-2),
@@ -385,7 +386,7 @@ def warnings_of(fn: Callable[[Tensor], Tensor], dim: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         chunk(gm, dim=dim)
-    return [str(one.message) for one in caught if "has the rows of a chunk alone" in str(one.message)]
+    return [str(one.message) for one in caught if "it has only the rows of a chunk" in str(one.message)]
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -395,7 +396,7 @@ def test_an_operator_along_the_sequence_warns_once_and_names_the_users_line(name
 
 
 def some(functions: dict[str, Callable[[Tensor], Tensor]]) -> list[list[str]]:
-    """Return names of functions by fives, of which a test makes one graph."""
+    """Return names of functions in groups of five, from which a test makes one graph."""
     names = list(functions)
     return [names[i : i + 5] for i in range(0, len(names), 5)]
 

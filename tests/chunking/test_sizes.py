@@ -46,7 +46,7 @@ def marked(dim: str, chunks: int) -> Tensor:
 
 
 def compute_values_again(gm: GraphModule) -> None:
-    """Compute the values of a graph's nodes from those of its inputs, as inductor does."""
+    """Compute the values of a graph's nodes from the values of its inputs, as inductor does."""
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     mode: Any = detect_fake_mode(values)
     mode.shape_env.fake_tensor_cache.clear()

@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tritoncp
 from tests.chunking.graphs import ATEN, C10D, UNIT, Builder
 from tests.chunking.test_refusals import attend_by, forward_graph
-from tests.planning.memory_meter import LiveBytes
 from tritoncp.chunking import Timeline, chunk, predict_timeline
 from tritoncp.chunking.streams.costs import _computes_nothing
 from tritoncp.chunking.streams.storages import Storages, _storage_bytes
-from tritoncp.planning.cost import NVLINK
+from tritoncp.planning.hardware import NVLINK
+from tritoncp.report.memory_meter import MemoryMeter
 
 NUMBERS = {"scale": torch.float32, "growth": torch.int32, "overflow": torch.float32}
 
@@ -145,7 +145,7 @@ def attention_graph(plan):
     ids=["one for all", "of each row and head"],
 )
 def test_attention_takes_the_visible_blocks_of_its_plan(mask, blocks):
-    """Products of 2 and 5 matrices."""
+    """The forward pass has 2 products of matrices, the backward pass 5."""
     gm = attention_graph(tritoncp.make_plan(mask, world_size=1, rank=0))
     spans = predict_timeline(gm, replace(UNIT, memory=1e30, flops=4.0)).spans
     flops = blocks * 128 * 128 * 2 * 64
@@ -167,7 +167,7 @@ def test_attention_by_a_mask_of_unknown_documents_takes_the_time_of_all_pairs():
 
 @pytest.mark.parametrize("dim", ["seq", "batch"])
 def test_attention_of_chunks_takes_the_time_of_the_whole(dim):
-    """In equal parts of the batch; each chunk of the sequence sees more keys than the one before."""
+    """Chunks of the batch take equal parts; each chunk of the sequence sees more keys than the one before."""
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=16)
     plan = tritoncp.make_plan(mask)
     gm = forward_graph(attend_by(plan), torch.randn(8, 64, 6))
@@ -184,7 +184,7 @@ def test_attention_of_chunks_takes_the_time_of_the_whole(dim):
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 30))
-def test_bytes_alive_are_those_of_a_run(seed, count):
+def test_predicted_live_bytes_equal_the_live_bytes_of_a_run(seed, count):
     """A run on meta tensors frees each value after its last use: views, items and writes share memory."""
     rng, b = random.Random(seed), Builder()
     x = b.input("x", 6, 10, dtype=torch.float32)
@@ -208,8 +208,7 @@ def test_bytes_alive_are_those_of_a_run(seed, count):
         nodes = [node for node in nodes if node.meta["val"].shape[0] > 1]
     gm = b.module(*[node for node in b.graph.nodes if not node.users and node.op == "call_function"])
     real = torch.empty(6, 10, device="meta")
-    with LiveBytes() as meter:
-        meter.ignore([real])
+    with MemoryMeter([real]) as meter:
         torch.fx.Interpreter(gm).run(real)
     assert predict_timeline(gm, UNIT).peak == meter.peak + real.nbytes
 
@@ -242,7 +241,7 @@ def test_inputs_live_to_the_end_unless_the_graph_frees_them():
 
 
 def test_a_result_shares_memory_with_the_argument_of_its_alias_alone():
-    """Of two arguments that an op writes, each with an alias."""
+    """The op writes two arguments, each with an alias."""
     b = Builder()
     scale, growth, overflow = (b.input(name, dtype=dtype) for name, dtype in NUMBERS.items())
     node = b.call(ATEN._amp_update_scale_.default, scale, growth, overflow, 2.0, 0.5, 1)
@@ -260,7 +259,7 @@ def test_items_of_a_list_of_views_share_memory_with_the_argument():
     assert [storages.of[node] for node in (pair, *items)] == [[0, 0], [0], [0]]
 
 
-def test_ops_that_return_handles_take_no_time_and_others_of_ours_do():
+def test_ops_that_return_handles_take_no_time_and_other_ops_of_tritoncp_do():
     b = Builder()
     handle, gradient = (b.input(name, *shape) for name, shape in (("handle", ()), ("gradient", (4, 2))))
     for x, takes_none in ((handle, True), (gradient, False)):
@@ -279,7 +278,7 @@ def test_symbolic_sizes_count_by_their_hints():
     assert (timeline.makespan, timeline.peak) == (2 * 48 + 2 * 24, 48 + 48 + 24)
 
 
-def test_a_simulation_under_a_fake_mode_is_the_same():
+def test_a_timeline_is_the_same_under_a_fake_mode():
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 512, 512)
     gm = attention_graph(tritoncp.make_plan(mask, world_size=1, rank=0))
     with FakeTensorMode():

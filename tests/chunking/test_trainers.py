@@ -116,7 +116,8 @@ def results(model: nn.Module, call: Callable[..., Any], x: Tensor) -> list[Tenso
 
 
 def assert_bits_of_eager(model: nn.Module, dim: str = "seq", chunks: int = 2) -> None:
-    """Compare a step in a graph, made for as many batch rows as tokens, and one of twice as many."""
+    """Compare a step in a graph, made for as many batch rows as tokens, with eager chunking; then a step of
+    twice as many."""
     eager, cut, rows = in_chunks(model, chunks, dim), ("batch", "seq").index(dim), 4 * chunks
     call = compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks))
     for size in (rows, 2 * rows):
@@ -136,15 +137,15 @@ def shared() -> Model:
 
 
 MODELS = {
-    "a parameter of three layers": (shared, "seq", 3),
+    "a parameter of three layers": (shared, "seq", 2),
     "a layer called three times": (lambda: Model(Plain(), calls=3), "seq", 2),
-    "a counter of calls": (Counted, "seq", 2),
+    "a counter of calls": (Counted, "seq", 3),
     "attention": (lambda: Model(Block()), "batch", 2),
     "torch's attention": (lambda: Model(Block(torch_attention=True)), "batch", 2),
 }
 
 
-OF_LONG = ("a layer called three times", "torch's attention")  # others have their parts
+OF_LONG = ("a layer called three times", "torch's attention")  # other ranks have the other parts
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_models_of_trainers_have_the_bits_of_eager_chunking(name):
     ("dim", "chunks", "rows"), [("seq", 3, 7), pytest.param("batch", 3, 7, marks=pytest.mark.long)]
 )
 def test_the_last_chunk_is_shorter_where_chunks_do_not_divide_the_rows(dim, chunks, rows):
-    """The mean over tokens is taken outside of the region, and weighs each token alike."""
+    """The mean over tokens is taken outside of the region, and gives each token the same weight."""
     model, reports, where = Model(Block(), Plain()), [], ("batch", "seq").index(dim)
     x = torch.randn(*((rows, S) if dim == "batch" else (2, rows)), WIDTH)
     whole, eager = copy.deepcopy(model), copy.deepcopy(model)
@@ -204,7 +205,7 @@ def test_one_graph_serves_sizes_that_chunks_divide_and_others():
 
 
 def test_an_embedding_and_its_tied_head_in_one_region_differ_in_the_order_of_the_sum_alone():
-    """Eager chunking adds both gradients of a chunk, then those of the chunk before."""
+    """Eager chunking adds both gradients of a chunk, then both gradients of the chunk before."""
     model, x = Tied(), torch.randint(11, (B, S))
     eager = copy.deepcopy(model)
     out, weight, *others = results(eager, Eager(eager, 2, "seq"), x)
@@ -215,7 +216,7 @@ def test_an_embedding_and_its_tied_head_in_one_region_differ_in_the_order_of_the
 
 
 def test_a_block_that_is_compiled_alone_is_cut_as_a_whole_graph():
-    """As trainers compile: each block, whose inputs its hook marks outside of the graph."""
+    """Trainers compile each block; a hook marks its inputs outside of the graph."""
     model, x, cut = Model(Plain(), Plain()), torch.randn(B, S, WIDTH), Pass("", dim="seq")
     eager = in_chunks(model, 2, "seq")
     for i, block in enumerate(model.layers):
@@ -426,7 +427,7 @@ class Placed(Plain):
 
 
 @pytest.mark.parametrize(("dim", "reads_table"), by_turns(("batch", "seq"), (False, True)))
-def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warning(reads_table, dim):
+def test_positions_made_in_a_region_equal_eager_chunkings_and_warn(reads_table, dim):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_bits_of_eager(Model(Placed(reads_table)), dim)

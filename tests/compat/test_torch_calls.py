@@ -93,7 +93,7 @@ def paged(k: Tensor, v: Tensor, mask: BlockMask, score: Any) -> tuple[Tensor, Te
     """torch's page table: keys and values scattered over pages of one cache, and the mods that read it."""
     rows, heads, length, dim = k.shape
     pages = PagedAttention(rows * (length // PAGE) + 3, PAGE, rows, device="cpu")
-    for share in (4, 2, 1):  # pages of the rows lie between each other's
+    for share in (4, 2, 1):  # pages of the rows are interleaved
         for row in range(rows):
             pages.reserve(torch.tensor(row), torch.tensor(length // share))
     caches = [
@@ -207,7 +207,7 @@ def test_an_autograd_function_is_part_of_a_score_mod(engine: str) -> None:
     [*(Case((name, 5)) for name in MASKS), *(Case(score=name) for name in SCORES if name != "none")],
     ids=lambda case: f"{case.mask[0]}-{case.score}",
 )
-def test_the_zoo_compiles_whole(case: Case) -> None:
+def test_mods_of_the_zoo_compile_without_a_graph_break(case: Case) -> None:
     """Masks and score_mods of attention-gym's kinds, among others, at every batch row and head."""
     check_case(replace(case, batch=2, own_lists=(True, True), compiled=True))
 
@@ -253,8 +253,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", named(CASES))
-def test_torch_gives_the_float64_answer_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own eager call in float64: the table means in torch what it means here."""
+def test_torch_gives_the_float64_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's eager call in float64: the table means the same in torch as here."""
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     got, want = answers(case, tensors_of(case), call_torch), expected(case)
     agree(case, got | {"max_scores": want["max_scores"]}, want)

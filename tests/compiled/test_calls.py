@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,7 @@ from tritoncp.kernels.toolchain import fused_fault
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Two tiles of queries and of keys, the last ones ragged.
 CALL = Case(heads=1, group=2, length=150, kv_length=150, dims=(64, 64), dtype=BF16, block=128)
-SHORT = replace(CALL, length=90, kv_length=90, dtype=F32, block=64)  # of float32, whose tiles are small
+SHORT = replace(CALL, length=90, kv_length=90, dtype=F32, block=64)  # float32 has small tiles
 # Batch rows and heads of unlike strides in tensors, lists of blocks and intervals. Either batch row sees a
 # block that the other one does not see.
 ROWS = replace(
@@ -48,9 +50,9 @@ RANKS = {
         CALL, mask=ROWS.mask, batch=2, group=1, world=2, schedule="fetch", balancer="ptrr", block=64
     ),
 }
-# In each run those whose kernels differ most; make test-all has all.
+# Each run has the calls whose kernels differ most; make test-all has all calls.
 FIRST = "causal", "everything", "documents", "no descriptors", "few rows", "split keys"
-SOME = [] if COMPILED == "sm_90" else [pytest.mark.long]  # one architecture's ranks stand for the others
+SOME = [] if COMPILED == "sm_90" else [pytest.mark.long]  # ranks run on one architecture only
 TRANSPOSED = {
     "fused": replace(CALL, options={"FUSED_BACKWARD": True}),
     "flip": replace(CALL, length=300, kv_length=300, group=1, options={"bwd_FLIP": True}),
@@ -58,6 +60,7 @@ TRANSPOSED = {
 ROUTE = replace(CALL, options={"ROUTE": "gluon"}, loss="forward")
 GLUON = {
     "causal": replace(ROUTE, dims=(128, 128)),
+    "whole tiles": replace(ROUTE, group=1, mask=("everything", 0), length=256, kv_length=1024),
     "once around its rings": replace(ROUTE, group=1, mask=("everything", 0), length=100, kv_length=700),
 }
 
@@ -81,8 +84,18 @@ def test_transposed_products(name: str) -> None:
         check(TRANSPOSED[name])
 
 
+@contextmanager
+def route_is_taken() -> Iterator[None]:
+    """Raise where a step goes by the loops, as it does if its results by the route are wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RequestedRouteWarning)
+        yield
+
+
 @pytest.mark.parametrize("name", GLUON)
 def test_gluon(name: str) -> None:
-    """Its kernel is written for Hopper: other GPUs take the loops, and say so."""
-    with nullcontext() if COMPILED == "sm_90" else pytest.warns(RequestedRouteWarning, match="loops"):
+    """Tiles of masked blocks, full ones around the rings, and full ones without a ragged end.
+
+    Its kernel is written for Hopper: other GPUs take the loops, and say so."""
+    with route_is_taken() if COMPILED == "sm_90" else pytest.warns(RequestedRouteWarning, match="loops"):
         check(GLUON[name])

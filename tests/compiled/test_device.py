@@ -48,7 +48,7 @@ def add_one(X, OUT, BLOCK: tl.constexpr):
 
 
 def test_kernels_that_name_their_compiled_form_run() -> None:
-    """Kernels of triton_kernels are named so."""
+    """Kernels of triton_kernels do so."""
     x, out = torch.randn(64), torch.empty(64)
     kernel: Any = add_one
     with compiled_kernels(COMPILED) as device:
@@ -85,7 +85,7 @@ def test_kernels_that_are_dropped_later_leave_other_drivers_alone(monkeypatch: A
     x, out = torch.randn(2, 128)
     with compiled_kernels(COMPILED):
         compiled = add[(1,)](x, x, out, 128, 128)
-        compiled[1, 1, 1](x, x, out, 128, 128)  # in the form of launches with kept kernels
+        compiled[1, 1, 1](x, x, out, 128, 128)  # like launches that keep their kernels
     assert torch.equal(out, 2 * x)
     dropped = weakref.ref(compiled)
     add.device_caches.clear()
@@ -115,13 +115,13 @@ def test_faults_without_raising() -> None:
 
 @pytest.mark.bar(7)
 def test_a_tensor_beside_another_is_out_of_bounds() -> None:
-    """Both halves are live: on a GPU nothing would tell."""
+    """Both halves are allocated: a GPU would not notice."""
     memory = torch.zeros(128)
     with pytest.raises(ExecutionFault, match="past the end of X, in Y"), compiled_kernels(COMPILED):
         add[(1,)](memory[:64], memory[64:], torch.empty(128), 128, 128)
 
 
-def test_elements_that_a_launch_leaves_out_are_never_written() -> None:
+def test_elements_outside_of_a_launch_are_never_written() -> None:
     """The first launch writes one half of its output, the second one reads it whole."""
     x = torch.randn(128)
     with compiled_kernels(COMPILED, raise_faults=False) as device:
@@ -149,7 +149,7 @@ def test_seeds_keep_bits_and_the_launch_is_recorded() -> None:
     assert all(torch.equal(out, results[0]) for out in results)
 
 
-def test_counts_are_of_every_warp() -> None:
+def test_counts_include_every_warp() -> None:
     x, y, out = (torch.zeros(4096) for _ in range(3))
     with compiled_kernels(COMPILED, count=True) as device:
         add[(4,)](x, y, out, 4096, 1024)
@@ -162,7 +162,7 @@ def test_counts_are_of_every_warp() -> None:
 
 
 def test_architectures_take_turns() -> None:
-    """Triton keeps kernels by device: each architecture is one of its own."""
+    """Triton keeps kernels by device, and each architecture is a separate device."""
     x = torch.randn(64)
     for architecture in ("sm_80", "sm_90", "sm_80"):
         out = torch.empty(64)
@@ -218,7 +218,7 @@ def add_atomically(X, OUT, n: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
 def test_atomic_sums(dtype: torch.dtype) -> None:
-    """Those of 16 bits are pairs, vectors of pairs, or loops around a compare-and-swap."""
+    """Atomic updates of 16 bits are pairs, vectors of pairs, or loops around a compare-and-swap."""
     x, out = torch.randint(0, 3, (256,)).to(dtype), torch.zeros(8, dtype=dtype)
     kernel: Any = add_atomically
     kernel[(2,)](x, out, 128)
@@ -233,7 +233,7 @@ def double_boxes(X, OUT, M, N: tl.constexpr, ROWS: tl.constexpr):
 
 
 def test_descriptors_that_a_kernel_makes() -> None:
-    """The last box leaves the tensor."""
+    """The last box ends outside of the tensor."""
     x, out = torch.randn(80, 32), torch.zeros(80, 32)
     kernel: Any = double_boxes
     compiled = kernel[(3,)](x, out, 80, 32, 32)

@@ -74,7 +74,7 @@ def test_products_are_exact_sums(kind: str, compiled_kernels: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(64, 32, 64), (128, 128, 128)])
 def test_flops_of_products_are_counted(shape: tuple[int, int, int]) -> None:
-    """Also where the instruction does not name its shape, as on sm_100."""
+    """This holds also if the instruction does not name its shape, as on sm_100."""
     m, n, k = shape
     a, b, c = (torch.ones(size, dtype=torch.bfloat16) for size in ((m, k), (k, n), (m, n)))
     kernel: Any = product

@@ -18,7 +18,7 @@ from tritoncp.kernels.operands import Mods
 from tritoncp.masks import Kind
 
 BF16 = torch.bfloat16
-TOLERANCE = 0.02  # of bfloat16 results
+TOLERANCE = 0.02  # rounding of bfloat16 results
 
 
 def off_by_one(x: Tensor) -> Tensor:
@@ -59,12 +59,12 @@ def test_layouts(layout: str) -> None:
     x = QKV(*map(LAYOUTS[layout], qkv(80, dim=64, dtype=BF16)))
     assert x.q.data_ptr() % 16 == 2 or layout != "off by one"
     if layout == "off by one":
-        check(qkv(80, dim=64, dtype=BF16), CAUSAL)  # of equal strides: its code must not be taken
+        check(qkv(80, dim=64, dtype=BF16), CAUSAL)  # equal strides, other code
     check(x, CAUSAL)
 
 
 def test_a_last_block_that_is_listed_as_full() -> None:
-    """Its rows have no interval: only the end of the keys hides the columns behind it."""
+    """Its rows have no interval: only the end of the keys hides the columns after it."""
     number, index = torch.tensor([[[1, 1]]]), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
     full, full_index = torch.tensor([[[0, 1]]]), torch.ones(1, 1, 2, 2, dtype=torch.int32)
     lists = (number.int(), index, full.int(), full_index)
@@ -84,7 +84,7 @@ def test_sizes(queries: int, keys: int) -> None:
 
 
 def test_results_do_not_depend_on_the_order_of_execution() -> None:
-    """Programs, warps and atomics by the seed: equal bits forward, of dQ and of dK and dV."""
+    """The seed orders programs, warps and atomics; out, dQ, dK and dV have equal bits."""
     x = qkv(100, heads=2, kv_heads=1, dim=64, dtype=BF16)
     start, results = cotangents(x), []
     documents = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(lengths=[40, 60]))

@@ -136,7 +136,7 @@ def run_softmax() -> Run:
 
 
 KERNELS: dict[str, Callable[[], Run]] = {"matmul": run_matmul, "softmax": run_softmax}
-if COMPILED != "sm_80":  # which has no TMA
+if COMPILED != "sm_80":  # an architecture without TMA
     KERNELS["matmul_of_boxes"] = partial(run_matmul, True)
 
 
@@ -144,7 +144,7 @@ def add_one(m: re.Match[str]) -> str:
     return f"{m[1]}{int(m[2]) + 1};"
 
 
-# Pattern of an instruction, and what takes its place
+# Pattern of an instruction, and its replacement
 EDITS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "barrier": (r"\bbar(?:rier)?\.sync\s[^;]*;", lambda m: ""),
     "group of copies": (r"(cp\.async\.wait_group\s+)(\d+);", add_one),
@@ -250,7 +250,7 @@ REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
     },
     **dict.fromkeys([(a, "softmax") for a in ("sm_80", "sm_90", "sm_100")], SOFTMAX),
 }
-ANSWERED_BY_RESULTS = "address", "predicate"  # the others are to be reported as faults
+ANSWERED_BY_RESULTS = "address", "predicate"  # the other mutants have to be reported as faults
 
 
 @triton.jit
@@ -296,8 +296,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def verdict(run: Run, function: LoadedKernel, text: str) -> str:
-    """Return how a mutant is noticed, in the usual order of warps and in others: by a "fault", a "wrong"
-    result or "nothing"."""
+    """Return how a mutant is noticed, in the usual order of warps and in other orders: by a "fault", a
+    "wrong" result, or "nothing"."""
     function.program = write_program(text)
     for seed in SEEDS:
         with compiled_kernels(COMPILED, seed, raise_faults=False) as device:
@@ -313,7 +313,7 @@ def verdict(run: Run, function: LoadedKernel, text: str) -> str:
 
 
 def unnoticed(run: Run, function: LoadedKernel, edits: Iterable[str]) -> dict[str, set[int]]:
-    """Numbers of the mutants by edit of which nothing is noticed."""
+    """Numbers of the mutants, by edit, that are not noticed."""
     ptx, original, missed = function.ptx, function.program, {}
     for edit in edits:
         noticed = {"fault", "wrong"} if edit in ANSWERED_BY_RESULTS else {"fault"}
@@ -351,8 +351,8 @@ def test_every_mutant_that_can_change_a_result_is_noticed(kernel: str, launches:
 @of_triton_37
 @pytest.mark.parametrize("kernel", ATTENTION)
 def test_mutants_of_attention(kernel: str, launches: Launches) -> None:
-    """Barriers, waits and fences: wrong addresses and predicates are for the tests of results. The kernel's
-    launch alone runs again."""
+    """Mutants of barriers, waits and fences; wrong addresses and predicates are found by tests of results.
+    Only the kernel's launch runs again."""
     check(ATTENTION[kernel])
     function, arguments = launches[kernel]
     edits = [e for e in EDITS if e not in ANSWERED_BY_RESULTS]
@@ -366,8 +366,8 @@ def test_fences_between_an_old_mbarrier_and_a_copy(
 ) -> None:
     """If an invalidated mbarrier counts as data that a warp wrote, each fence with the reason OLD_MBARRIER is
     missed, and so are fences in a kernel as Triton writes it: its ProxyFenceInsertion.cpp places none behind
-    an InvalBarrierOp. It writes those of dK/dV as buffers may overlap that do not."""
-    if COMPILED == "sm_80":  # which has no mbarrier
+    an InvalBarrierOp. It writes them for dK/dV, since the compiler assumes that buffers overlap."""
+    if COMPILED == "sm_80":  # a kernel without an mbarrier
         return
     invalidate = Mbarriers.invalidate
 
@@ -395,7 +395,7 @@ def test_fences_between_an_old_mbarrier_and_a_copy(
 @pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.bar(22)
-def test_barriers_are_not_redundant_together(kernel: str, launches: Launches) -> None:
+def test_removing_all_barriers_together_is_noticed(kernel: str, launches: Launches) -> None:
     run = KERNELS[kernel]()
     run()
     function, _ = launches[kernel]

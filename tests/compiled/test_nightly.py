@@ -1,4 +1,4 @@
-"""Every kernel of the table of resources and drawn calls, on compiled code: hours."""
+"""Every kernel of the table of resources, and drawn calls, on compiled code. They take hours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Masks and plans inside what other libraries hand around: the same bits after it, or an error that says why.
+"""Masks and plans inside containers that other libraries pass around: the same bits afterwards, or an error
+that says why.
 
 A row of a law is a sample and a container: a wrapper of a module, a walk over a batch, a copy.
 """
@@ -107,7 +108,7 @@ def test_masks_are_arguments_of_wrapped_modules():
 
 
 def test_a_score_mod_is_not_cast_with_the_arguments_of_its_module():
-    """A capture of a translated score_mod in another dtype would be another score_mod."""
+    """With captures of another dtype, a translated score_mod would be a different one."""
     mod = mods.score_mod(alibi(2))
     assert _apply_to_tensors(lambda x: x.to(BF16), {"mod": mod})["mod"] is mod
 
@@ -176,7 +177,7 @@ def answer(name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("walk", WALKS)
-def test_a_walk_over_a_batch_leaves_masks_the_same(walk):
+def test_a_walk_over_a_batch_does_not_change_masks(walk):
     for name, make in SAMPLES.items():
         mask = make()
         batch = {"mask": mask, "more": [mask, x_of()]}
@@ -221,10 +222,11 @@ def test_spawned_workers_of_a_loader_take_and_give_masks():
 
 
 def test_a_copy_of_the_last_reference_has_the_same_mask():
-    """Also a copy of its leaf that lies elsewhere: the original is gone when the tree is put together."""
-    for name in MASKS:
-        leaves, spec = tree_flatten(MASKS[name]())
-        gc.collect()
+    """This holds also for a copy of its leaf on another device: the original is freed when the tree is put
+    together."""
+    flat = {name: tree_flatten(make()) for name, make in MASKS.items()}
+    gc.collect()
+    for name, (leaves, spec) in flat.items():
         assert torch.equal(attend(x_of(), tree_unflatten(leaves, spec)), answer(name))
 
 
@@ -233,7 +235,7 @@ CASTS = {"a cast": lambda x: x.to(BF16), "a stack": lambda x: torch.stack([x, x]
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_a_walk_that_changes_numbers_raises(cast):
-    """No mask is made of them: of ids in bfloat16, or of the number of another mask."""
+    """No mask is made from ids in bfloat16, or from the number of another mask."""
     neighbours = [MASKS["mask"]() for _ in range(3)]
     for mask in (neighbours[1], MASKS["plan"](), document(ids=IDS), causal() & document(ids=IDS)):
         if cast == "a cast" or isinstance(mask, BlockMaskInterface):
@@ -255,7 +257,7 @@ def test_torch_load_says_how_to_load_masks():
 
 
 class CopiesFunctions(pickle.Pickler):
-    """A pickler that copies functions by their code, as that of cloudpickle."""
+    """A pickler that copies functions by their code, like cloudpickle's."""
 
     def reducer_override(self, thing: Any) -> Any:
         if not isinstance(thing, types.FunctionType) or "<locals>" not in thing.__qualname__:

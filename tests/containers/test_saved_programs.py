@@ -1,7 +1,7 @@
-"""Programs that are saved by one process and loaded by another, which has masks and score_mods of its own.
+"""Programs that are saved by one process and loaded by another one with other masks and score_mods.
 
-A loaded program gives the bits of a plain call, or it raises an error that says what it lacks; it never runs
-with another mask or score_mod.
+A loaded program gives the bits of a plain call, or it raises an error that says what is missing; it never
+runs with another mask or score_mod.
 """
 
 import importlib
@@ -88,12 +88,12 @@ def masked(x, mask):
 
 
 def run_pickled(text, *arguments):
-    return pickle.loads(text)(*arguments)  # which traces the graph anew, and runs operators of constants
+    return pickle.loads(text)(*arguments)  # it traces the graph again, and runs operators of constants
 
 
 def load(folder):
-    """Run the programs of a folder; print by name an error, or whether the bits are those of a plain call."""
-    kept = [make() for make in MASKS.values() for _ in range(8)]  # where the count of the other process was
+    """Run the programs of a folder; print, by name, an error, or whether the bits equal a plain call."""
+    kept = [make() for make in MASKS.values() for _ in range(8)]  # where the other process stopped
     for mod in (capped(2.0, torch.ones(2)), alibi(2), lambda s, b, h, q, kv: s * q):
         torch.compile(tritoncp.flex_attention, backend="aot_eager")(*[x_of()] * 3, mod, kept[0])
     x, answers = x_of(1), {}
@@ -143,7 +143,7 @@ sys.dont_write_bytecode = True
 from tests.containers.test_saved_programs import load
 load(pathlib.Path({!r}))
 """
-MISSING = {  # by what a name begins with: what the error says
+MISSING = {  # prefix of a name -> text of the error
     "attribute, mask": r"a mask or plan of that process.*pass the mask as an argument",
     "attribute, plan": r"a mask or plan of that process.*pass the mask as an argument",
     "graph, mask": r"a mask or plan of that process.*pass the mask as an argument",
@@ -154,7 +154,7 @@ MISSING = {  # by what a name begins with: what the error says
 
 
 @pytest.mark.long
-def test_a_loaded_program_runs_with_its_own_mask_and_score_mod_or_not_at_all(folder, monkeypatch):
+def test_a_loaded_program_runs_with_its_mask_and_score_mod_or_raises(folder, monkeypatch):
     (folder / "mods_of_a_user.py").write_text(USERS)
     monkeypatch.syspath_prepend(folder)
     save(folder)

@@ -41,7 +41,7 @@ OTHERS = {  # masks of the same structure as samples
 
 @pytest.mark.parametrize("trace", TRACES)
 def test_a_traced_program_takes_masks_as_arguments(trace):
-    """One program serves all masks of a structure; it never keeps that of the example."""
+    """One program serves all masks of a structure; it never keeps the mask of the example."""
     for name, other in OTHERS.items():
         program = TRACES[trace](Masked(), x_of(), SAMPLES[name]())
         for mask in (SAMPLES[name](), other()):
@@ -66,7 +66,7 @@ def test_an_argument_of_a_traced_program_has_no_attributes_yet():
 
 
 class Makes(torch.nn.Module):
-    """Attention with a mask that is made inside, of the length of the input."""
+    """Attention with a mask that is made inside, for the length of the input."""
 
     def __init__(self, make):
         super().__init__()
@@ -92,8 +92,8 @@ GROWING = {
 
 
 @pytest.mark.parametrize("trace", [*TRACES, *(f"growing {name}" for name in GROWING)])
-def test_a_mask_made_inside_is_that_of_the_run(trace):
-    """Of other documents, and of another length where lengths are dynamic."""
+def test_a_mask_made_inside_a_graph_uses_the_values_of_each_run(trace):
+    """Runs have other documents, and another length if lengths are dynamic."""
     name, is_growing = trace.removeprefix("growing "), trace.startswith("growing")
     for kind, make in MADE.items():
         module = Makes(make)

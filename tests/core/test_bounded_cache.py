@@ -1,4 +1,5 @@
-"""Caches of bounded size: the least recently used entries are evicted, and state is freed with its owner."""
+"""Caches of bounded size: entries that were not used for the longest time are evicted, and state is freed
+with its owner."""
 
 import gc
 import random
@@ -28,7 +29,7 @@ def test_the_least_recently_used_entries_are_evicted(seed):
         assert set(cache) == set(expected) and len(cache) == len(expected)
 
 
-def test_a_value_serves_the_very_same_tensors_unedited():
+def test_a_cached_value_serves_only_the_same_unedited_tensors():
     cache, tensors = TensorCache(4), [torch.ones(3), torch.zeros(2)]
     cache.keep("key", tensors, "value")
     assert cache.find("key", tensors) == "value" and cache.find("other", tensors) is None

@@ -15,7 +15,7 @@ class Thing:
     pass
 
 
-def test_copies_of_a_handle_name_its_object_as_long_as_anything_keeps_that():
+def test_copies_of_a_handle_name_its_object_while_it_is_alive():
     thing, ref = Thing(), None
     handle = handle_of(thing)
     for copy in (handle.clone(), torch.from_numpy(handle.numpy().copy()), pickle.loads(pickle.dumps(handle))):
@@ -75,5 +75,5 @@ except RuntimeError as error:
 
 
 @pytest.mark.long
-def test_processes_number_their_objects_apart_after_a_fork_too():
+def test_processes_number_objects_differently_also_after_a_fork():
     assert "traced in another process" in run_code(FORKED)

@@ -29,8 +29,8 @@ def call_results() -> list:
     return results
 
 
-@pytest.mark.parametrize("device", ["meta"])  # stands in for a GPU: whatever lands there cannot be read
-def test_a_default_device_changes_nothing(device: str) -> None:
+@pytest.mark.parametrize("device", ["meta"])  # replaces a GPU: a tensor on it cannot be read
+def test_a_default_device_does_not_affect_host_computations(device: str) -> None:
     want = call_results()
     tritoncp.plan_cache_clear()
     with torch.device(device):

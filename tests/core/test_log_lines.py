@@ -15,7 +15,7 @@ from tritoncp.core import log_lines
         ("rank 10 of 12", "0", False),
     ],
 )
-def test_the_first_rank_is_that_of_the_group_and_before_it_of_the_launcher(
+def test_the_first_rank_is_read_from_the_group_or_else_from_the_launcher(
     name: str, launched: str | None, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_lines, "_rank_name", lambda: name)

@@ -1,4 +1,4 @@
-"""The pool of worker processes: each case has its result or the reason why there is none."""
+"""The pool of worker processes: each case has its result, or the reason why it has no result."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ BATCHES = [
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("jobs", [1, 3])
-def test_a_case_without_a_result_costs_no_other(method, jobs):
+def test_a_lost_case_does_not_affect_other_cases(method, jobs):
     timeout = 4.0 if method == "fork" else 20.0
     batches = BATCHES if method == "fork" else [BATCHES[0], BATCHES[2]]
     with WorkerPool(work, jobs, timeout=timeout, method=method) as pool:
@@ -58,7 +58,7 @@ def test_processes_are_reused_from_one_run_to_the_next_and_end_with_the_pool():
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_ctrl_c_while_a_process_starts_reaches_the_parent_alone(method, monkeypatch):
+def test_ctrl_c_while_a_process_starts_reaches_only_the_parent(method, monkeypatch):
     """A terminal sends SIGINT to all processes of a command, also to those that are still importing, and to
     the first of a program, with which Python's tracker of resources starts."""
     monkeypatch.setattr(resource_tracker._resource_tracker, "_fd", None)
@@ -88,7 +88,7 @@ def test_poll_ends_a_run_and_the_processes_at_work():
         assert [number for _, (number, _) in pool.run([[("right", 2)]])] == [2]
 
 
-def test_a_variable_is_kept_from_processes_alone(monkeypatch):
+def test_a_variable_is_unset_only_in_the_processes(monkeypatch):
     monkeypatch.setenv("TRITONCP_DEBUG", "1")
     with WorkerPool(read_variable, 1, without="TRITONCP_DEBUG") as pool:
         assert [result for _, result in pool.run([["TRITONCP_DEBUG"]])] == ["not set"]

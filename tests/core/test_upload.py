@@ -61,7 +61,7 @@ class Recorder(upload.Streams):
         assert not self.capturing
         assert storage(pinned) in self.pinned_memory, "a copy from pageable memory"
         memory = pinned.clone()
-        self.memory[storage(memory)] = memory  # keeps it alive, so that its address is not reused
+        self.memory[storage(memory)] = memory  # keeps the memory alive, so that its address is not reused
         self.ready.add((storage(memory), self.stream))
         self.calls.append(("copy", storage(memory), self.stream))
         return memory
@@ -108,9 +108,9 @@ Uses = list[tuple[int, int, bool]]  # copy, stream, under capture
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=30))
 @pytest.mark.bar(22)
 def test_each_stream_waits_once_for_each_copy_before_it_reads_it(uses: Uses) -> None:
-    """In any order of uses, with copies made at their first: the stream that made one never waits for it,
-    every other stream once, before its first use, and records its use once. A capturing stream does neither,
-    and a copy is not made on it."""
+    """Uses are in any order, and a copy is made at its first use. The stream that made a copy never waits for
+    it; every other stream waits once, before its first use, and records its use once. A capturing stream does
+    neither, and no copy is made on it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(upload, "STREAMS", recorder := Recorder())
         copies: dict[int, DeviceCopy[Tensor]] = {}
@@ -230,7 +230,7 @@ def test_every_stream_records_its_use_of_every_tensor_of_a_plan(
     indices, lockstep = Indices(recorder), collectives.lockstep
 
     def observed(schedules: Any) -> Any:
-        with indices:  # modes around a call do not see what is in it
+        with indices:  # modes around a call do not see its operations
             return lockstep(schedules)
 
     monkeypatch.setattr(collectives, "lockstep", observed)
@@ -240,7 +240,7 @@ def test_every_stream_records_its_use_of_every_tensor_of_a_plan(
     leaves = [
         [t.requires_grad_() for t in world.shard(torch.randn(1, 2, S, 4), plan, dim=2)] for _ in range(3)
     ]
-    recorder.calls.clear()  # shards are of one stream, and are not kept
+    recorder.calls.clear()  # shards are used on one stream, and not cached
 
     def attend() -> list[Tensor]:
         return world.flex_attention(*leaves, lambda s, b, h, q, kv: s + (q - kv) * shift, plan)
@@ -262,7 +262,7 @@ def test_every_stream_records_its_use_of_every_tensor_of_a_plan(
 def test_a_capture_uses_the_copies_of_an_earlier_call(recorder: Recorder) -> None:
     mask = create_block_mask(dilated, 1, 1, S, S, BLOCK_SIZE=BLOCK)
     q, plan = torch.randn(1, 2, S, 8), tritoncp.make_plan(mask)
-    recorder.calls.clear()  # the mask_mod was asked
+    recorder.calls.clear()  # the mask_mod was called
     recorder.stream, recorder.capturing = 1, True
     with pytest.raises(RuntimeError, match=r"cpu while a CUDA graph is captured.*once before the capture"):
         tritoncp.flex_attention(q, q, q, plan)
@@ -274,7 +274,7 @@ def test_a_capture_uses_the_copies_of_an_earlier_call(recorder: Recorder) -> Non
     recorder.stream, recorder.capturing = 1, True
     assert torch.equal(tritoncp.flex_attention(q, q, q, plan), want)
     assert recorder.calls == before
-    recorder.capturing = False  # what was captured did not run: the stream has not waited yet
+    recorder.capturing = False  # captured work did not run: the stream has not waited yet
     tritoncp.flex_attention(q, q, q, plan)
     assert {call[0] for call in recorder.calls[len(before) :]} == {"wait", "use"}
 

@@ -38,14 +38,14 @@ def test_bands_of_a_window_are_the_window(block: int, distance: int) -> None:
     check(Case(("window", distance + 1), batch=2, group=2, length=400, kv_length=400, block=block))
 
 
-def test_intervals_of_a_mask_mod_say_nothing_of_full_blocks() -> None:
-    """Intervals are those of masked blocks: keys 0 to 3 are a full block, and 4 to 6 are in a masked one."""
+def test_intervals_of_a_mask_mod_do_not_apply_to_full_blocks() -> None:
+    """Intervals apply to masked blocks: keys 0 to 3 are a full block, and 4 to 6 are in a masked one."""
     check(Case(("pieces", 6), length=8, kv_length=46, block=4))
 
 
 @pytest.mark.parametrize("form", ["a capture", "the score", "a constant"])
-def test_a_score_mod_may_return_what_it_was_given(form: str) -> None:
-    """The result has no memory of its own, or one number for many pairs; captures keep their values."""
+def test_a_score_mod_may_return_its_argument(form: str) -> None:
+    """The result shares memory with others, or is one number for many pairs; captures keep their values."""
     q, k, v, table = leaves = tensors((1, 2, 90, 4), (1, 2, 90, 4), (1, 2, 90, 4), (2,))
     before = table.detach().clone()
 
@@ -63,7 +63,7 @@ def test_a_score_mod_may_return_what_it_was_given(form: str) -> None:
     assert torch.equal(table, before)
 
 
-def test_a_score_mod_is_not_called_for_a_head_that_sees_nothing_of_a_tile() -> None:
+def test_a_score_mod_is_not_called_for_a_head_that_sees_no_pair_of_a_tile() -> None:
     """One block list serves all heads, and the mask_mod hides all of a listed block from some."""
     q, k, v, table = leaves = tensors((1, 3, 40, 4), (1, 3, 40, 4), (1, 3, 40, 4), (3, 40))
 
@@ -114,7 +114,7 @@ def test_a_state_changes_only_where_the_step_stores_it(stored: bool, dtype: torc
 
 
 def test_scores_of_minus_infinity_are_keys_that_nobody_sees() -> None:
-    """Also where no mask hides pairs: torch's kernel has lse 0 for such rows."""
+    """This holds also if no mask hides pairs: torch's kernel has lse 0 for such rows."""
     q, k, v = (x.detach() for x in tensors((1, 2, 40, 4), (1, 2, 30, 4), (1, 2, 30, 4)))
     q[:, :, 5], k = -math.inf, k.abs()
     out, lse = tritoncp.flex_attention(q, k, v, return_lse=True)
@@ -142,7 +142,7 @@ def squares() -> tuple[Any, Tensor]:
 
 
 @pytest.mark.parametrize("large", [0, 2, 6])
-def test_a_large_value_counts_where_its_weight_is_less_than_the_rounding_of_others(large: int) -> None:
+def test_a_large_value_with_a_tiny_weight_counts(large: int) -> None:
     """Key block ``large`` has values of 1e25, and weights of 1e-25 in rows that see it."""
     mask, visible = squares()
     q, k, v = torch.ones(1, 1, 256, 1), torch.zeros(1, 1, 256, 1), torch.ones(1, 1, 256, 1)
@@ -162,8 +162,8 @@ def test_an_infinite_value_is_infinite_in_all_rows_that_see_it() -> None:
     assert not bool(out.isnan().any())
 
 
-def test_keys_in_any_order_of_steps_have_one_sum() -> None:
-    """Steps whose largest scores lie 15 to 90 apart, rising, falling and mixed: sums are scaled."""
+def test_keys_in_any_order_of_steps_have_the_same_sum() -> None:
+    """The max scores of steps differ by 15 to 90, rising, falling and mixed, so that sums are rescaled."""
     q, k, v = (x.detach().float() for x in tensors((1, 1, 64, 8), (1, 1, 96, 8), (1, 1, 96, 8)))
     sizes = torch.tensor([0.0, 30, 60, 90, 45, 15]).repeat_interleave(16)
     tables, engine = tritoncp.make_plan(full_mask(64, 16, block=16)).tables("cpu", 1, 1), CpuEngine(1.0)

@@ -27,7 +27,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) ->
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_results_are_those_of_plain_products(hidden: bool) -> None:
+def test_results_equal_plain_products(hidden: bool) -> None:
     q, k, v = tensors((2, 4, 40, 16), (2, 2, 33, 16), (2, 2, 33, 16))
     visible = torch.rand(2, 1, 40, 33) < 0.5
     visible[:, :, 5] = False
@@ -39,8 +39,8 @@ def test_results_are_those_of_plain_products(hidden: bool) -> None:
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("heads", [(4, 1), (4, 2), (3, 3)], ids=str)
-def test_gradients_are_those_of_plain_products(heads: tuple[int, int], threads: int) -> None:
-    """With more threads than heads of k, each query head has a k of its own."""
+def test_gradients_equal_plain_products(heads: tuple[int, int], threads: int) -> None:
+    """With more threads than heads of k, each query head gets a separate k."""
     count, kv_count = heads
     q, k, v, dout = tensors((1, count, 40, 8), (1, kv_count, 33, 8), (1, kv_count, 33, 8), (1, count, 40, 8))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -56,7 +56,7 @@ def test_gradients_are_those_of_plain_products(heads: tuple[int, int], threads: 
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-def test_rows_with_delta_have_the_products_asked_for() -> None:
+def test_rows_with_delta_have_the_requested_products() -> None:
     dout, delta = tensors((3, 20, 8), (3, 20))
     dout[0] *= 1e-200
     dout[1, 4], delta[1, 4] = 0, 0

@@ -23,8 +23,8 @@ def _undecided(slots: Sequence[SlotRow], keys: tuple[int, int]) -> bool:
 
 @st.composite
 def slot_tables(draw: st.DrawFn) -> list[SlotRow]:
-    """Slots of 128 rows with a few ranges of full keys and of masked keys. Some neighbours are alike, and
-    some rows belong to no slot."""
+    """Slots of 128 rows with a few ranges of full keys and of masked keys. Some neighbours are equal, and
+    some rows are in no slot."""
     slots: list[SlotRow] = []
     row = 0
     for _ in range(draw(st.integers(1, 12))):
@@ -60,7 +60,7 @@ def listed(slots: list[SlotRow], kind: str) -> Tensor:
 
 
 @given(slots=slot_tables(), flash=st.booleans())
-def test_tiles_cover_each_listed_pair_once_and_no_other(slots: list[SlotRow], flash: bool) -> None:
+def test_tiles_cover_each_listed_pair_once_and_no_other_pair(slots: list[SlotRow], flash: bool) -> None:
     tiles = tiles_of(slots, 0, flash, _undecided)
     for kind in ("full", "masked"):
         pairs = listed(slots, kind)
@@ -107,7 +107,7 @@ def test_slots_that_list_the_same_keys_are_one_tile() -> None:
 
 
 @pytest.mark.parametrize("shared", [128, 1024])
-def test_keys_that_rows_share_are_a_tile_where_they_are_worth_a_merge(shared: int) -> None:
+def test_keys_that_rows_share_are_a_tile_if_it_saves_time(shared: int) -> None:
     """1024 rows are enough for torch's largest products, half of them are not."""
     tiles = stairs(*(shared + 128 * i for i in range(8)))
     assert (PackedTile("full", 0, 0, 1024, 0, shared) in tiles) == (shared == 1024)

@@ -54,7 +54,7 @@ def rank_of(program: Program, rank: int, world_size: int) -> collectives.Request
         place = getattr(ticket.source, "target", None)
         result = yield ticket
         assert place is None or result is place
-        assert ticket.result is ticket.source is ticket.work is None  # whoever keeps it keeps no buffer
+        assert ticket.result is ticket.source is ticket.work is None  # a ticket that is kept keeps no buffer
         results.append((step, result))
 
     for step, (kind, rows, late) in enumerate(program):
@@ -142,7 +142,7 @@ def test_a_sent_tensor_is_freed_by_the_wait_for_its_message(monkeypatch: pytest.
     assert collectives.run(schedule(), Group()) == (None, [1])
 
 
-def test_the_only_rank_of_a_dry_run_gets_its_own_numbers_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_rank_of_a_dry_run_gets_its_numbers_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "is_dry_run", lambda group: True)
     assert collectives.exchange([4, 2], SimpleNamespace(size=lambda: 3)) == [[4, 2]] * 3
 
@@ -189,13 +189,13 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("message", DIFFERENT)
 @pytest.mark.bar(19)
-def test_ranks_that_ask_for_different_things_are_told(message: str) -> None:
+def test_ranks_with_different_requests_raise(message: str) -> None:
     """Mismatched requests, which over a network hang or return garbage, raise an error."""
     with pytest.raises(RuntimeError, match=message):
         lockstep([schedule() for schedule in DIFFERENT[message]])
 
 
-def test_an_error_of_one_rank_comes_out() -> None:
+def test_an_error_of_one_rank_is_raised() -> None:
     def failing() -> collectives.Requests[None]:
         yield AllGather(ONE)
         raise KeyError("lost")
@@ -215,8 +215,8 @@ def test_an_error_names_a_request_with_its_peers() -> None:
 
 
 def test_collectives_of_a_gpu_start_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each starts asynchronously, on the communicator for data, with the request's own tensors: here named by
-    their rows."""
+    """Each starts asynchronously, on the communicator for data, with the tensors of the request: here named
+    by their rows."""
     started: list[tuple[Any, ...]] = []
 
     def start(name: str) -> Callable[..., str]:

@@ -1,5 +1,5 @@
-"""Consistency checks between ranks, on real gloo processes: ranks agree about a plan, or every rank raises
-the difference."""
+"""Consistency checks between ranks, on real gloo processes: ranks agree about a plan, or every rank raises an
+error that names the difference."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_difference_is_named_on_every_rank():
         for _, call, _ in DIFFERENT.values():
             own = torch.distributed.new_group()
             texts.append(attempt(partial(call, group.rank(), own)))
-        closed = attempt(lambda: plan(None, own))  # by the call of another kind, the last
+        closed = attempt(lambda: plan(None, own))  # calls of the last kind differ in their kind
         assert re.match("GroupClosed: .*the ranks differ in call", closed, re.DOTALL)
         return texts
 
@@ -146,7 +146,7 @@ def test_the_same_call_of_all_ranks_raises_nothing():
     assert run(2, work) == [0, 1]
 
 
-def test_lengths_that_do_not_add_up_are_told_everywhere():
+def test_lengths_that_do_not_add_up_raise_on_all_ranks():
     def work(group):
         local = mask(length=S // 2)
         short = q(12) if group.rank() else q()
@@ -178,7 +178,7 @@ def test_a_mesh_is_a_group():
 
 def calls_with_a_mesh(mesh, schedule, rank=0):
     """Return a call of each public function that takes a mesh, by name: with a plan of the schedule, or if it
-    is None, without a plan where that can be."""
+    is None, without a plan if possible."""
     x, edges = torch.ones(S // 2, 2, 16), torch.tensor([0, S])
     plan = make_plan(mask(), world_size=2, rank=rank, schedule=schedule or "auto")
     placed = mask() if schedule is None else plan
@@ -198,6 +198,7 @@ def calls_with_a_mesh(mesh, schedule, rank=0):
         "unshard": lambda: tritoncp.unshard(q(), placed, mesh, dim=2),
         "reshard": lambda: tritoncp.reshard(q(), schedule and placed, None, mesh, dim=2),
         "roll": lambda: tritoncp.roll(q(), plan, 1, mesh, dim=2),
+        "select_keys": lambda: tritoncp.select_keys(q(), q(), top=2, block_mask=placed, mesh=mesh),
         "ContextParallel": lambda: attend(q(), q(), q(), block_mask=placed),
     }
     if schedule is None:
@@ -238,10 +239,10 @@ def test_a_mesh_of_two_dimensions_is_refused_without_a_schedule_that_needs_two()
     assert calls_with_a_mesh(None, None).keys() - {"ContextParallel"} == taking
 
 
-def test_uneven_natural_order_is_told_once_by_the_first_rank():
+def test_the_first_rank_warns_once_of_uneven_natural_order():
     def work(group):
         heard = []
-        even = document(ids=IDS), document(ids=other_ids(1)), document(lengths=[8, 24])  # the last: 1.2 times
+        even = document(ids=IDS), document(ids=other_ids(1)), document(lengths=[8, 24])  # 1.2 times as many
         for mod in (causal(), causal(), *even):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -291,7 +292,7 @@ NAMED = {  # by call: the difference in the errors of ranks 0 and 1
 }
 
 
-def test_every_call_is_compared_where_asked_for(monkeypatch):
+def test_every_call_is_compared_if_requested(monkeypatch):
     """Each in a group of its own."""
     monkeypatch.setattr(consistency, "CHECKED", True)
 

@@ -82,7 +82,7 @@ def test_a_rank_that_fetches_no_keys_has_one_step():
 
 
 def test_messages_of_real_ranks_are_ranges_too():
-    """On two ranks, whose wait for a message comes where the result is needed."""
+    """The wait of two ranks for a message comes where the result is needed."""
 
     def rank(group):
         schedules = {}
@@ -113,10 +113,10 @@ def test_messages_of_real_ranks_are_ranges_too():
             f"fetch/{name}" for name in ("start AllToAll", "step 0", "wait AllToAll", "step 1")
         ]
         heads = ["start AllGather", "wait AllGather", "start AllGather", "{}", "wait AllGather", "{}"]
-        gathers = "allgather/" + " allgather/".join(heads)  # the next heads fly while these are computed
+        gathers = "allgather/" + " allgather/".join(heads)  # next heads in flight meanwhile
         text = " ".join(names_by_schedule["allgather"])
         assert text.startswith(gathers.format("step 0", "step 1"))
-        assert text.endswith(" allgather/backward wait ReduceScatter" * 2)  # gradients fly until the end
+        assert text.endswith(" allgather/backward wait ReduceScatter" * 2)  # in flight until the end
         assert text.count("allgather/backward start ReduceScatter") == 2
         assert "ulysses/start AllToAll" in names_by_schedule["ulysses"]
 

@@ -40,7 +40,7 @@ def per_head(heads: int) -> Mask:
 
 
 @given(st.integers(1, 40), st.integers(1, 8))
-def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, group: int) -> None:
+def test_head_groups_have_every_head_once_in_few_groups(kv_heads: int, group: int) -> None:
     sizes = traffic.head_groups(kv_heads, 1)
     assert 0 < len(sizes) <= traffic.HEAD_GROUPS and min(sizes) > 0
     heads = torch.arange(kv_heads)[None]
@@ -54,7 +54,7 @@ def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, group: int
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_intervals_of_one_head_serve_no_other(schedule: str, world_size: int) -> None:
+def test_intervals_of_one_head_are_not_used_for_another(schedule: str, world_size: int) -> None:
     """Lists of the first head serve all; each rank has fewer queries than heads."""
     size, heads = world_size, 6
     mask = create_block_mask(lambda b, h, q, kv: kv <= q - h % 2, None, None, size, size, BLOCK_SIZE=size)
@@ -80,7 +80,7 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_keys_are_sent_as_they_are_and_gradients_in_float32_at_least(
     dtype: torch.dtype, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their sums are the oracle's, also where batch rows read different keys."""
+    """Their sums equal the reference, also if batch rows read different keys."""
     requests = record_requests(monkeypatch)
     documents = document(lengths=[[9, 15], [3, 21]])
     mask = create_block_mask(and_masks(causal(), documents), 2, None, 24, 24, BLOCK_SIZE=4)
@@ -97,7 +97,7 @@ def test_keys_are_sent_as_they_are_and_gradients_in_float32_at_least(
 
 
 @pytest.mark.parametrize("less", [0, 1])
-def test_few_bytes_are_gathered_at_once(less: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_bytes_are_gathered_in_one_message(less: int, monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = 8 * 3 * (4 + 4) * 8  # a rank's tokens, KV heads, channels of keys and values, float64
     monkeypatch.setattr(traffic, "SMALL", nbytes + less)
     requests = record_requests(monkeypatch)
@@ -141,7 +141,7 @@ ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1
 
 @pytest.mark.parametrize("schedule", ["local", *SCHEDULES])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_results_lie_in_memory_as_what_they_are_made_from(
+def test_results_have_the_memory_order_of_their_inputs(
     schedule: str, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that transposes its inputs transposes the results back without a copy; the numbers stay the
@@ -200,7 +200,7 @@ def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, s
     def run() -> tuple[list[Tensor], list[Tensor]]:
         return world.flex_attention(*shards, lambda s, b, h, q, kv: s * slope[h], plan, return_lse=True)
 
-    run()  # translating the score_mod saves tensors of its own
+    run()  # translating the score_mod saves tensors too
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         outs, lses = run()
@@ -227,9 +227,9 @@ def test_a_plan_with_another_schedule_is_another_plan() -> None:
     assert on_ranks(2, work) == [[True] * 6] * 2
 
 
-def test_results_are_laid_out_as_queries_whose_length_nothing_bounds() -> None:
-    """As in the last chunk of a graph, where values may have other channels than queries, and rows may be the
-    innermost dimension."""
+def test_results_have_the_layout_of_queries_of_unbounded_length() -> None:
+    """The last chunk of a graph has such queries. Values may have other channels than queries, and rows may
+    be the innermost dimension."""
     env = ShapeEnv()
     with FakeTensorMode(shape_env=env):
         whole = env.create_unbacked_symint()
@@ -252,7 +252,8 @@ def test_a_message_ends_with_zeros() -> None:
 
 @pytest.mark.parametrize("add", [False, True])
 def test_partial_sums_of_keys_are_added_unless_batch_rows_share_them(add: bool) -> None:
-    """The engine of a GPU may split the query heads of a KV head; each part is computed in its own memory."""
+    """The engine of a GPU may split the query heads of a KV head; each part is computed in separate
+    memory."""
 
     class Engine:
         def split(self, *_: Any) -> int:
@@ -260,7 +261,7 @@ def test_partial_sums_of_keys_are_added_unless_batch_rows_share_them(add: bool) 
 
         def dkdv(self, step: Any, dk: Tensor, dv: Tensor, dq: Any, **options: Any) -> Any:
             assert dk.shape[1] == 2 * options.get("split", 1)
-            parts = [x if x.stride(0) else x[:1] for x in (dk, dv)]  # each element once
+            parts = [x if x.stride(0) else x[:1] for x in (dk, dv)]  # each element is written once
             return lambda: [x.copy_(i + options.get("add", False) * x) for i, x in enumerate(parts, 1)]
 
     step: Any = SimpleNamespace(q=None, k=None, tables=None, lse=torch.empty(3, 4, 5))

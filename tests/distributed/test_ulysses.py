@@ -59,7 +59,7 @@ def trades(draw: Any) -> tuple[tuple[int, int], list[int], list[int], tuple[int,
 
 @given(trades())
 def test_tensors_sent_by_heads_come_back_by_tokens(drawn: Any) -> None:
-    """After the exchange a rank has its heads of all tokens; back, all heads of its own tokens, multiplied by
+    """After the exchange a rank has its heads of all tokens; back, all heads of its tokens, multiplied by
     the number of ranks that had them."""
     (heads, kv_heads), q_rows, kv_rows, (d, e), batch = drawn
     degree, parts = len(q_rows), traffic.trade(heads, kv_heads, len(q_rows))
@@ -87,15 +87,15 @@ def test_tensors_sent_by_heads_come_back_by_tokens(drawn: Any) -> None:
 
 @pytest.mark.parametrize("schedule", BETWEEN)
 @pytest.mark.parametrize(("heads", "group", "world"), [(2, 4, 3), (1, 5, 3), (4, 1, 6), (3, 3, 6)])
-def test_heads_need_not_divide(heads: int, group: int, world: int, schedule: str) -> None:
-    """Every head has its own mask and score, so that a head in the wrong place shows. Of 8 query heads for 2
-    KV heads, the second of 3 ranks has one head of one KV head and two of the other."""
+def test_a_degree_need_not_divide_the_heads(heads: int, group: int, world: int, schedule: str) -> None:
+    """Every head has another mask and score, so that a head in the wrong place is noticed. Of 8 query heads
+    for 2 KV heads, the second of 3 ranks has one head of one KV head and two of the other."""
     check(Case(("bits", 0), "distances", schedule, world, "ptrr", heads=heads, group=group, dims=(8, 12)))
 
 
 @pytest.mark.parametrize("schedule", BETWEEN)
 @pytest.mark.parametrize(("batch", "rows"), [(0, 32), (1, 0), (2, 0)])
-def test_nothing_is_traded_too(batch: int, rows: int, schedule: str) -> None:
+def test_empty_shards_are_exchanged_for_heads(batch: int, rows: int, schedule: str) -> None:
     world = simulate(2)
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, rows, rows, BLOCK_SIZE=16)
     plan = world.make_plan(mask, schedule=schedule)
@@ -124,7 +124,7 @@ def two_by_two(group: Any) -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
 
 
-def test_four_processes_on_a_mesh_are_the_oracle() -> None:
+def test_four_processes_on_a_mesh_have_the_results_of_the_reference() -> None:
     case = replace(SHARED_HEADS, world=4)
     check_ranks(*(replace(case, schedule=schedule) for schedule in BETWEEN), mesh_of=two_by_two)
 

@@ -1,4 +1,4 @@
-"""The programs in examples/, on forked ranks with gloo: losses and gradients are those of one process."""
+"""The programs in examples/, on forked ranks with gloo: losses and gradients equal one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.multiprocess import ranks
 from tritoncp.planning import traffic
 
 ROOT = Path(__file__).parents[2]
-INTEGRATIONS = ("transformers", "torchtitan")  # first words of examples that tests/integrations runs
+INTEGRATIONS = ("transformers", "torchtitan")  # prefixes of examples that tests/integrations runs
 EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if not p.stem.startswith(INTEGRATIONS)]
 RANKS = {"fsdp2_cp_tp": 8, "hybrid_layers": 3, "pack_and_train": 4}  # 2 for other examples
 
@@ -67,13 +67,13 @@ def test_the_latent_of_deepseek_v2_lite_has_a_ninth_of_the_bytes() -> None:
     assert latent * 5120 == keys * 576
 
 
-def test_an_own_balancer_gives_a_fast_rank_more_work() -> None:
+def test_a_custom_balancer_gives_a_fast_rank_more_work() -> None:
     plan = import_module("custom_balancer").plan_by_speed(world_size=3, rank=0)
     fast, slow, other = plan.work
     assert fast == pytest.approx(2 * slow, rel=0.1) and fast == pytest.approx(other, rel=0.1)
 
 
-def test_layers_of_a_hybrid_model_see_their_own_mask() -> None:
+def test_each_layer_of_a_hybrid_model_sees_its_mask() -> None:
     """The window of one layer matters: with full attention in both, the first loss differs."""
     example = import_module("hybrid_window_full")
     assert example.train()[0][0] != import_module("train_loop").train()[0][0]
@@ -95,13 +95,14 @@ def measure_checkpoints(group: Any, compiled: bool) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore:.*saves torch's flex_attention")
 def test_checkpoints_keep_and_repeat_what_the_page_says(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled, it needs a C++ compiler."""
-    monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # tests split messages that go in one piece elsewhere
+    """The compiled way needs a C++ compiler."""
+    monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # tests split messages that are otherwise sent whole
     page, model = read_checkpoint_table(), import_module("train_loop")
     tables = ranks.run(2, measure_checkpoints, compiled)
     *_, loss, gradients = tables[0]["no checkpoint"]
@@ -118,12 +119,17 @@ def test_checkpoints_keep_and_repeat_what_the_page_says(
     assert page.keys() == tables[0].keys()
 
 
-def test_the_program_prints_its_table_once_and_the_losses_of_each_rank() -> None:
-    """As under torchrun: this also runs `launch` of train_loop.py, which starts most examples."""
+def test_the_program_prints_its_table_once_and_the_losses_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs as under torchrun, by `launch` of train_loop.py, which starts nearly all examples."""
+    monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # other tests split messages
     path = ROOT / "examples/selective_checkpoint.py"
     first, second = ranks.run_program(2, path, lambda variables, output: output.splitlines())
     *table, losses = first
-    assert [line[:34].strip() for line in table[1:]] == list(import_module("selective_checkpoint").WAYS)
+    printed = {line[:34].strip(): list(map(int, line[34:].split())) for line in table[1:]}
+    of_page = {name: [kept, *counts] for name, (kept, _, *counts) in read_checkpoint_table().items()}
+    assert printed == of_page and list(printed) == list(import_module("selective_checkpoint").WAYS)
     assert second == [losses.replace("rank 0", "rank 1")]
 
 

@@ -1,4 +1,4 @@
-"""Tensor memory between warps: what orders its accesses, and what does not need to."""
+"""Tensor memory between warps: what orders accesses, and what is not needed to order them."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,8 @@ def test_planted_faults_of_tensor_memory(old: str, new: str, kind: str) -> None:
 
 
 def test_a_register_is_used_before_the_wait_for_its_load() -> None:
-    """Its dependence orders that; the wait has to precede what overwrites or frees the memory."""
+    """The dependence of registers orders the use; the wait has to precede operations that overwrite or free
+    the memory."""
     wait, store = "tcgen05.wait::ld.sync.aligned;\n", "st.global.b32 [%d2+-512], %r5;\n"
     assert wait in HANDOVER and store in HANDOVER
     out, faults = run(HANDOVER.replace(wait, "").replace(store, store + wait))
@@ -85,7 +86,7 @@ def test_a_register_is_used_before_the_wait_for_its_load() -> None:
 
 @pytest.mark.parametrize("stored", ["", "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2+1], {%r4};"])
 def test_a_program_that_wrote_no_cell_reads_poison(stored: str) -> None:
-    """No fault: Triton loads ahead of a loop that may not run, and then uses nothing of it."""
+    """This is no fault: Triton loads before a loop that may not run, and then does not use the values."""
     out, faults = run(HANDOVER.replace("tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r4};", stored))
     assert not faults
     assert (out == 0xFFFFFFFF).all()
@@ -107,6 +108,6 @@ ret;
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_a_commit_without_a_product_ends_a_wait(seed: int | None) -> None:
-    """A loop whose warps are specialised issues one where it has run no product yet."""
+    """A loop with specialised warps issues such a commit before its first product."""
     faults = run_module(module(COMMIT, 1, 16, 64), np.zeros(1, "u4"), threads=64, seed=seed)
     assert not faults

@@ -60,7 +60,7 @@ ret;
 """
 
 
-def test_calls() -> None:
+def test_calls_return_values_to_their_caller() -> None:
     body = START
     for source in ("%r1", "%r2"):
         body += f"""{{ .param .b32 a; .param .b32 b; st.param.b32 [a], {source};
@@ -88,7 +88,7 @@ ret;
 
 
 def test_calls_return_structures() -> None:
-    """Triton 3.9 returns the quotient and the remainder of a large angle so."""
+    """Triton 3.9 returns the quotient and the remainder of a large angle in this way."""
     body = START
     for source in ("%r1", "%r2"):
         body += f"""{{ .param .b32 a; .param .align 16 .b8 b[16]; st.param.b32 [a], {source};
@@ -112,7 +112,7 @@ def test_a_part_of_a_structure_has_one_width() -> None:
         )
 
 
-def test_threads_that_have_returned_are_not_waited_for() -> None:
+def test_barriers_do_not_wait_for_returned_threads() -> None:
     body = START + "setp.ge.u32 %p1, %r1, 32; @%p1 ret; bar.sync 0; mov.b32 %r2, 1;"
     out, faults = run(body + STORE + "ret;", threads=64)
     assert not faults
@@ -124,7 +124,7 @@ def test_barriers_that_never_meet_are_a_deadlock() -> None:
     assert any(f.startswith("deadlock") for f in run(body, threads=64)[1])
 
 
-def test_a_part_of_a_warp_at_a_barrier() -> None:
+def test_a_part_of_a_warp_at_a_barrier_is_a_fault() -> None:
     body = START + "setp.ge.u32 %p1, %r1, 16; @%p1 bra B; bar.sync 0; B: bar.sync 0; ret;"
     assert any(f.startswith("divergence") for f in run(body)[1])
 
@@ -182,7 +182,7 @@ def test_mbarrier_faults(old: str, new: str, kind: str) -> None:
 
 
 def test_a_write_after_the_arrival_is_a_race() -> None:
-    """The consumer knows of what came before the arrival alone."""
+    """The consumer is only ordered after accesses before the arrival."""
     arrive = "mbarrier.arrive.shared::cta.b64 _, [smem];"
     late = HANDOVER.replace(arrive, arrive + "st.shared.b32 [%r5], %r2;")
     faults = run(late + STORE + "ret;", shared=512, threads=64)[1]
@@ -214,7 +214,7 @@ END: mov.b32 %r2, 1;
 
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_every_waiting_warp_looks_again_before_a_deadlock(seed: int | None) -> None:
-    """Warp 0, which goes first, waits for warp 1, whose own wait is over at its second look."""
+    """Warp 0 goes first and waits for warp 1, whose wait is over at its second test."""
     out, faults = run(CHAIN + STORE + "ret;", shared=64, threads=64, seed=seed)
     assert not faults
     assert out.tolist() == [1] * 64
@@ -230,7 +230,7 @@ def test_every_waiting_warp_looks_again_before_a_deadlock(seed: int | None) -> N
     [("atom.global.add.u32 %r3, [%d1], 1;", True), ("atom.global.exch.b32 %r3, [%d1], 7;", False)],
 )
 def test_a_loop_that_changes_nothing_never_ends(update: str, ends: bool) -> None:
-    """Each thread counts on; or all find what they wrote."""
+    """Each thread increments a counter, or all threads find the values that they wrote."""
     body = START + f"LOOP: {update} setp.lt.u32 %p1, %r3, 999; @%p1 bra LOOP; mov.b32 %r2, 1;"
     out, faults = run(body + STORE + "ret;")
     assert bool(faults) != ends, faults

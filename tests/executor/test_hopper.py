@@ -42,7 +42,7 @@ END: bar.sync 0;
     ],
 )
 def test_warps_of_a_warpgroup_set_the_same_registers(old: str, new: str, kind: str | None) -> None:
-    """Each partition that shares a warpgroup has an instruction of its own."""
+    """Each partition that shares a warpgroup has a separate instruction."""
     got = faults(PARTITIONS.replace(old, new), 128)
     assert any(kind in f for f in got) if kind else not got, got
 
@@ -121,11 +121,11 @@ COPIES = "mov.b32 %r5, %r6; mov.b32 %r2, %r5;"
         (PRODUCT.replace("wgmma.fence.sync.aligned;", ""), "wgmma.fence"),
         (PRODUCT + "add.u32 %r1, %r1, 1;" + PRODUCT.split(";", 5)[5], None),
         (PRODUCT + "add.u32 %r1, %r1, 1;" + PRODUCT.split(";", 6)[6], "wgmma.fence"),
-        (PRODUCT + PRODUCT.split(";", 6)[6], None),  # the same accumulator, that nothing else accessed
+        (PRODUCT + PRODUCT.split(";", 6)[6], None),  # no instruction accessed it between
         (PRODUCT.replace("group.sync.aligned 0", "group.sync.aligned 1") + COPY, "wgmma.wait_group"),
         (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, %r1;"), None),  # a copy, as LLVM places it
         (PRODUCT.replace(FENCE, FENCE + "add.u32 %r1, %r1, 1; mov.b32 %r2, %r1;"), "wgmma.fence"),
-        (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, %r5;"), None),  # of a register written before it
+        (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, %r5;"), None),  # a register written before the fence
         (PRODUCT.replace(FENCE, f"mov.b32 %r6, 0; {FENCE} {COPIES}"), None),
         (PRODUCT.replace(FENCE, f"{FENCE} mov.b32 %r6, 0; {COPIES}"), "wgmma.fence"),
         (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, 0;"), "wgmma.fence"),
@@ -152,7 +152,7 @@ BEHIND = GROUP.replace(FENCE, FENCE + PACK)
         (PACK + FROM_REGISTERS + BEHIND, False),
         (PACK + FROM_REGISTERS + PACK + GROUP.replace(FENCE, ""), True),
         (PACK + FROM_REGISTERS + BEHIND.replace(FENCE, ""), True),
-        (PACK + FROM_REGISTERS + GROUP.replace(FENCE, ""), False),  # nothing changed in between
+        (PACK + FROM_REGISTERS + GROUP.replace(FENCE, ""), False),  # no register changed in between
         (PACK + FROM_REGISTERS.replace(FENCE, ""), True),
     ],
 )

@@ -1,4 +1,4 @@
-"""Memory: bounds, alignment, red zones between tensors, what was never written, races, atomics, spaces."""
+"""Memory: bounds, alignment, red zones between tensors, uninitialised memory, races, atomics, spaces."""
 
 import mmap
 import random
@@ -42,7 +42,7 @@ def test_a_copy_has_no_fault() -> None:
 @pytest.mark.parametrize("offset", [0, 16])
 @pytest.mark.parametrize("vector", ["v2.b16", "b32", "v2.b32", "v4.b32", "v8.b32", "v4.b64"])
 def test_copies_of_every_width(vector: str, offset: int) -> None:
-    """Addresses are multiples of 16 bytes: those of accesses of 32 bytes may be misaligned."""
+    """Addresses are multiples of 16 bytes, so accesses of 32 bytes may be misaligned."""
     count, bits = int(vector[1:].split(".b")[0] if "v" in vector else 1), int(vector.split("b")[1])
     names = ", ".join(f"%{ {16: 'h', 32: 'r', 64: 'd'}[bits] }{n + 8}" for n in range(count))
     registers, nbytes = f"{{{names}}}" if count > 1 else names, count * bits // 8
@@ -132,7 +132,7 @@ def test_reads_of_global_memory_that_nobody_wrote(line: str, count: int, dtype: 
 
 
 def sparse(count: int) -> torch.Tensor:
-    """Return zeros, int32 [count], of which the machine holds the pages that are used alone."""
+    """Return zeros, int32 [count]; the machine allocates only the pages that are used."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     return torch.frombuffer(mmap.mmap(-1, 4 * count, flags=flags), dtype=torch.int32)
 
@@ -297,7 +297,7 @@ def test_programs_that_write_one_address_race() -> None:
     x, y = two()
     faults = run(OWN + "mov.u32 %r2, %ctaid.x; st.global.b32 [%d4], %r2;", x, y, grid=2)
     assert any("several threads write different values to one address" in f for f in faults)
-    faults = run(OWN + "bar.sync 0; st.global.b32 [%d4], %r1;", x, y, grid=300)  # more than run at once
+    faults = run(OWN + "bar.sync 0; st.global.b32 [%d4], %r1;", x, y, grid=300)  # more CTAs than run at once
     assert any(f.startswith("race of two programs on global memory: write") for f in faults)
 
 
@@ -314,7 +314,7 @@ def test_atomics_of_many_threads_on_one_address(seed: int | None) -> None:
     body = START + "atom.global.add.u32 %r2, [%d2], 1; add.u32 %r2, %r2, 1; mad.wide.u32 %d4, %r2, 4, %d2;"
     assert not run(body + "st.global.b32 [%d4], %r1;", x, count, seed=seed)
     assert count[0] == 32
-    assert sorted(count[1:]) == list(range(32))  # every thread has had a turn of its own
+    assert sorted(count[1:]) == list(range(32))  # every thread has had a turn
     if seed is not None:
         assert count[1:].tolist() != list(range(32))
 

@@ -22,7 +22,7 @@ from tritoncp.reference.dense import allowed_error, eager_attention, largest_err
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 FP16, FP32 = torch.float16, torch.float32
-BF16 = torch.bfloat16 if ON_GPU else FP16  # the interpreter cuts bfloat16 off, it does not round
+BF16 = torch.bfloat16 if ON_GPU else FP16  # the interpreter truncates to bfloat16
 N = 1000 if ON_GPU else 150  # no multiple of any block
 BLOCK = 128 if ON_GPU else 64
 

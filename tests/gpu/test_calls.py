@@ -1,5 +1,5 @@
-"""Calls beside the grammar of test_cases.py: large scores, offsets and NaN; few rows; equal bits and streams;
-torch.compile, masks of GPU tensors, and a process group of one rank."""
+"""Calls outside of the grammar of test_cases.py: large scores, offsets and NaN; few rows; equal bits and
+streams; torch.compile, masks of GPU tensors, and a process group of one rank."""
 
 import contextlib
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ REPEATS = 25 if ON_GPU else 2
 
 @pytest.fixture(autouse=True)
 def by_the_rule(monkeypatch):
-    """Ignore measured tiles, since bits are compared with those of engines without them."""
+    """Ignore measured tiles, since bits are compared with engines without measured tiles."""
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
 
 
@@ -130,7 +130,7 @@ def test_gradients_of_captured_tensors_do_not_depend_on_the_run():
         torch.testing.assert_close(second.grads[3], first.grads[3], rtol=1e-4, atol=1e-3)
 
 
-def test_another_stream_sees_its_own_work():
+def test_another_stream_waits_for_its_inputs():
     x, mask = qkv(), MASKS["causal"]()
     first = run(x, mask)
     if not ON_GPU:

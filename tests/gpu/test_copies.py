@@ -102,7 +102,7 @@ def test_score_mods_must_bring_their_tensors():
 
 
 def test_a_route_is_compared_once_and_not_in_a_graph(monkeypatch):
-    """A comparison copies its result to the host."""
+    """The comparison copies its result to the host."""
     monkeypatch.setattr(route_check, "_VERDICTS", {})
     q, k, v = (x.detach() for x in tensors())
     options = {"ROUTE": "gluon"}

@@ -1,6 +1,7 @@
 """The route in Gluon: barriers and asynchronous products that no interpreter runs; answers against float64.
 
-Off a GPU the same tests run by loops, which shows that they are sound."""
+Without a GPU the same tests run by loops, which shows that the tests are correct.
+"""
 
 import fcntl
 import os
@@ -39,7 +40,7 @@ def attempt() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def it_ends() -> None:
-    """Run the Gluon kernel once in a process of its own, for all workers of a run: a barrier that is never
+    """Run the Gluon kernel once in a separate process, for all workers of a run: a barrier that is never
     completed would hang the device, and with it all tests."""
     if not HERE:
         return

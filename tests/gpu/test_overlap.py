@@ -13,7 +13,7 @@ import tritoncp
 from tests.gpu.support import DEVICE, ON_GPU, normal
 
 S = 16384 if ON_GPU else 128
-LAUNCHES = 4  # of the copy: each waits for a free multiprocessor
+LAUNCHES = 4  # blocks of the copy: each waits for a free multiprocessor
 ROUNDS = 5
 
 

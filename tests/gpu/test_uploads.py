@@ -92,7 +92,7 @@ def test_a_plan_that_is_dropped_while_a_kernel_runs(kind: str) -> None:
         result = run(x, plan)
     tables = weakref.ref(plan.tables(DEVICE, 1, 2))
     del plan, mask
-    make_plan(expected)  # a new plan lets go of those whose handles are gone
+    make_plan(expected)  # a new plan frees plans whose handles are freed
     gc.collect()
     assert tables() is None
     sizes = [1 << n for n in range(9, max(10, 2 * nbytes).bit_length())]

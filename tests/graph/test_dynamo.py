@@ -11,8 +11,8 @@ from torch.library import opcheck
 from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
-from tests.graph.compiled_calls import Compiled
 from tests.draws import by_turns
+from tests.graph.compiled_calls import Compiled
 from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
 from tritoncp.call import autograd, plan_cache, traced
@@ -136,7 +136,7 @@ def test_a_translated_mod_is_known_to_a_graph_after_calls_without_one():
     assert torch.equal(fast(q, k, v, mod, plan), want)
 
 
-def test_every_output_and_the_check_of_positions():
+def test_a_graph_has_every_output_and_checks_positions():
     fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
     plan = KINDS["plan"](3)
@@ -173,7 +173,7 @@ NUMBERS = {  # calls with a number n, and mods and masks that are made of it ins
 
 @pytest.mark.parametrize(("name", "dynamic"), by_turns(NUMBERS, (None, True)))
 def test_a_number_that_changes_compiles_at_most_twice(name, dynamic):
-    """So that no number of values reaches Dynamo's limit of compilations."""
+    """So many values do not reach Dynamo's limit of compilations."""
     takes_floats = name.startswith("s") and name != "sliding_window"
     case = Compiled(NUMBERS[name], dynamic=dynamic, backend="aot_eager" if takes_floats else "eager")
     x = torch.randn(1, 2, S, 8, requires_grad=takes_floats)
@@ -299,7 +299,7 @@ def made_translation(q, mask, score_mod):
 
 
 @pytest.mark.parametrize("fn", [made_plan, made_translation])
-def test_objects_made_inside_break_the_graph(fn):
+def test_objects_made_in_a_compiled_function_break_the_graph(fn):
     rest = {"mask": KINDS["mask"](1), "score_mod": score_of(torch.ones(2), 1)}
     arguments = [rest[name] for name in fn.__code__.co_varnames[1 : fn.__code__.co_argcount]]
     q, counter = torch.randn(1, 2, S, 8), CompileCounterWithBackend("aot_eager")
@@ -310,7 +310,7 @@ def test_objects_made_inside_break_the_graph(fn):
     assert counter.frame_count <= 1
 
 
-def test_a_mask_that_torch_makes_inside():
+def test_a_mask_made_by_torch_in_a_graph_is_taken():
     def call(q):
         mask = torch_flex.create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, "cpu")
         return tritoncp.flex_attention(q, q, q, mask)
@@ -335,7 +335,7 @@ TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def test_objects_that_graphs_name_are_bounded(monkeypatch):
-    """A graph that runs keeps its own; one that did not run while many others did says what to do."""
+    """A running graph keeps its objects; a graph that did not run while many others did says what to do."""
     monkeypatch.setattr("tritoncp.graph.constants._CONSTANTS", BoundedCache(16))
     monkeypatch.setattr("tritoncp.graph.constants._NAMES", BoundedCache(16))
     in_use, idle, *others = [eval(f"lambda b, h, q_idx, kv_idx: {n}") for n in range(32)]
@@ -359,7 +359,7 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_graph_names_objects_so_that_another_process_finds_them(name, monkeypatch):
-    """The tables are empty there; code with another digest is not taken for the one that was meant."""
+    """The other process has empty tables; code with another digest is not taken for the original."""
     thing = NAMED[name]
     text = flatten_callable(thing, tensors := [], ints := [])
     monkeypatch.setattr(constants, "_CONSTANTS", BoundedCache(1 << 15))

@@ -29,7 +29,7 @@ def test_mods_made_inside_from_functions_compile_whole():
     assert not torch.equal(answers[0], answers[1])
 
 
-def test_lengths_in_a_mod_made_inside():
+def test_a_mod_made_in_a_graph_may_capture_lengths():
     def inside(x):
         half = x.shape[2] // 2
         return attend(x, lambda s, b, h, i, j: torch.where(i < half, s, 2 * s))
@@ -74,7 +74,7 @@ OTHERS = (by_tuple, by_named_tuple, by_nested_functions, by_size)
 
 @pytest.mark.parametrize("of", [by_default, *(pytest.param(of, marks=pytest.mark.long) for of in OTHERS)])
 @pytest.mark.parametrize("kind", [int, float])
-def test_numbers_that_change_in_a_mod_made_inside(of, kind):
+def test_numbers_in_a_mod_made_in_a_graph_may_change(of, kind):
     case = Compiled(lambda x, a, b: attend(x, of(a, b)))
     for a, b in ((2, 3), (3, 5), (4, 6), (5, 7), (6, 7), (7, 2)):
         case.check(x_of(), kind(a), kind(b) / 4 if kind is float else b)
@@ -94,7 +94,7 @@ def test_a_list_edited_between_calls_of_a_mod_made_inside():
     case.check(x_of(), (4.0, 6))
 
 
-def test_masks_of_functions_made_inside():
+def test_functions_made_in_a_graph_may_be_masks():
     def inside(x, width):
         near = and_masks(lambda b, h, i, j: i >= j, lambda b, h, i, j: i - j < width)
         mask = tritoncp.create_block_mask(near, None, None, S, S, device="cpu")

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tritoncp
 from tests.command_process import run_code
-from tests.graph.compiled_calls import Compiled
 from tests.draws import by_turns
+from tests.graph.compiled_calls import Compiled
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, shard, simulate
 from tritoncp.graph import handle_ops
 
@@ -35,7 +35,7 @@ def model(x, mask_mod):
     [(None, "aot_eager"), (True, "aot_eager"), pytest.param(None, "inductor", marks=pytest.mark.long)],
 )
 def test_new_documents_do_not_compile_again(dynamic, backend):
-    """Nor do new lengths, where they are dynamic."""
+    """New lengths do not either, if lengths are dynamic."""
     case = Compiled(model, dynamic=dynamic, backend=backend)
     cuts, lengths = (10, 30, 50), ((S, 48, 56) if dynamic else (S, S, S))
     xs = [torch.randn(1, 2, length, 8, requires_grad=True) for length in lengths]
@@ -46,7 +46,7 @@ def test_new_documents_do_not_compile_again(dynamic, backend):
     torch.testing.assert_close(*grads)
 
 
-def test_one_mask_for_layers_batches_and_heads():
+def test_one_mask_made_in_a_graph_serves_layers_batches_and_heads():
     """All arguments of `create_block_mask`, and two layers that take its mask."""
 
     def layers(x, lens):
@@ -106,7 +106,7 @@ def test_the_complement_of_a_mask_breaks_a_graph_once():
     case.check(torch.randn(1, 2, S, 8), tritoncp.sliding_window(9))
 
 
-def test_a_mask_that_leaves_the_graph():
+def test_a_mask_may_leave_the_graph():
     x, mod = torch.randn(1, 2, S, 8), in_documents(documents(10, 54))
     fast = torch.compile(
         lambda x: (x + 1, create_block_mask(mod, None, None, S, S, BLOCK_SIZE=16)),
@@ -145,7 +145,7 @@ def test_a_mask_mod_made_inside_around_tensors():
 
 
 def test_host_calls_break_the_graph_in_two():
-    """Dynamo traces none of tritoncp's own code at a break."""
+    """Dynamo traces no code of tritoncp at a break."""
     mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16)
     world = simulate(2)
     spread = world.make_plan(mask)
@@ -174,7 +174,7 @@ def test_host_calls_break_the_graph_in_two():
             Compiled(fn).fast(torch.randn(1, 2, S, 8))
 
 
-def test_shards_inside_a_graph():
+def test_tensors_are_sharded_inside_a_graph():
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16), world_size=2, rank=1)
 
     def local(x):
@@ -193,7 +193,7 @@ def test_a_backward_pass_inside_is_not_traced():
         calls = 0
 
         def __call__(self, s, b, h, q, kv):
-            self.calls += 1  # no graph can carry this
+            self.calls += 1  # this cannot be in a graph
             return s * 2
 
     mod = Counting()
@@ -245,6 +245,6 @@ assert torch.equal(out, model(x))
 
 
 @pytest.mark.long
-def test_the_first_call_of_a_process():
+def test_the_first_call_of_a_process_may_be_compiled():
     """Marks on entry points do not import Dynamo, and a mask may be traced before any other call."""
     run_code(FIRST_CALL)

@@ -134,7 +134,7 @@ MODS = {
 @pytest.mark.long
 @pytest.mark.parametrize("kind", MODS)
 def test_mods_made_outside_compile_whole(kind):
-    """Each is one graph, and its value and gradients are those of the plain call."""
+    """Each is one graph, and its value and gradients equal the plain call."""
     mod = MODS[kind]()
     case = Compiled(attend)
     x = x_of().requires_grad_()
@@ -177,7 +177,7 @@ def test_edits_of_what_a_mod_reads_are_seen():
         by_table: [lambda: table.update(cap=5.0), lambda: table.update(cap=torch.tensor(7.0))],
         holder_call: [lambda: setattr(holder, "factor", 0.5)],
     }.items():
-        torch._dynamo.reset()  # the lambda's code is one for all
+        torch._dynamo.reset()  # all lambdas share their code
         case = Compiled(lambda x, mod=mod: attend(x, mod))
         results = [case.check(x)]
         for edit in edits:
@@ -301,9 +301,9 @@ OUTSIDE = "outside the compiled function"
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_other_mods_break_the_graph(fn, graphs, reason, caplog):
-    """At most a graph before and one after the call, and nothing of tritoncp is traced; also a global tensor
-    gets its gradient. With fullgraph an error gives the reason and the remedy. After the break `attend` gets
-    the result of ``fn`` from outside."""
+    """There is at most one graph before and one after the call, and no code of tritoncp is traced; a global
+    tensor gets its gradient too. With fullgraph an error gives the reason and the remedy. After the break
+    `attend` gets the result of ``fn`` from outside."""
     x = x_of().requires_grad_()
     case = Compiled(fn, fullgraph=False)
     with caplog.at_level(logging.WARNING):
@@ -321,7 +321,7 @@ def test_other_mods_break_the_graph(fn, graphs, reason, caplog):
 
 
 def test_flex_attention_compiled_itself():
-    """`torch.compile(flex_attention)` is a graph, or runs as plain Python where there can be none."""
+    """`torch.compile(flex_attention)` is a graph, or runs as plain Python if a graph is impossible."""
     for mod, graphs in ((Cap().learned, 1), (COUNTING, 0)):
         counter = CompileCounterWithBackend("aot_eager")
         fast = torch.compile(tritoncp.flex_attention, backend=counter)

@@ -47,7 +47,7 @@ def attend(q, k, v, mask=None, **options):
 
 
 def test_counts_of_calls_without_a_mask_are_torchs():
-    """The formulas that torch registers for its own attention, which has as many key heads as query heads."""
+    """The formulas that torch registers for its attention, which has as many key heads as query heads."""
     q, k, v = (t.expand(-1, HEADS, -1, -1) for t in qkv(kv_heads=1))
     out = torch.empty(BATCH, HEADS, S, E)
     wants = (
@@ -59,7 +59,7 @@ def test_counts_of_calls_without_a_mask_are_torchs():
 
 @pytest.mark.parametrize("name", [*MASKS, "nothing"])
 @pytest.mark.parametrize("fake", [False, True])
-def test_visible_pairs_count(name, fake):
+def test_only_visible_pairs_count(name, fake):
     case = Case(("not", ("everything", 0)) if name == "nothing" else (name, 5), batch=BATCH, heads=HEADS,
                 length=S, kv_length=S, block=32)  # fmt: skip
     mask, pairs = case.block_mask(), int(case.visible().sum())
@@ -80,7 +80,7 @@ def test_closed_forms_count_at_the_calls_lengths_and_every_pair_counts_where_a_m
     assert count(lambda: attend(*x, lists)) == expected(BATCH * HEADS * S * S)
 
 
-def test_micro_batches_count_their_own_rows():
+def test_flops_of_a_micro_batch_are_counted_for_its_rows():
     mask = create_block_mask(lambda b, h, q, kv: q + b >= kv, 4, 1, S, S, BLOCK_SIZE=32)
     dense = mask.to_dense(4, HEADS)
     for first in (0, 2):
@@ -89,7 +89,7 @@ def test_micro_batches_count_their_own_rows():
 
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather", "fetch", "ulysses"])
-def test_ranks_count_the_pairs_of_their_own_queries(schedule):
+def test_flops_of_a_rank_are_counted_for_its_queries(schedule):
     """The ranks of a world in one process, whose tensors have no values, count all pairs together."""
     world = simulate(2)
     mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16)

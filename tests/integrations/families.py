@@ -2,7 +2,7 @@
 
 Builds a small model of every family of transformers that reads tokens, and compares loss and gradients with
 transformers' eager attention: in one process, on two ranks, and on two ranks with packed documents. Each
-family has a process of its own.
+family runs in a separate process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOST_WEIGHTS = 20_000_000
 
 
 def options_of(family: str) -> dict[str, Any]:
-    """Return the values of a config that a family needs besides."""
+    """Return further values of a config that a family needs."""
     options = TABLE["options"].get(family, {})
     return TABLE["options"][options] if isinstance(options, str) else options
 
@@ -178,7 +178,8 @@ def make_batch(packed: bool, family: str) -> dict[str, Tensor]:
 
 
 def train(model: Any, batch: dict[str, Any], labels: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the loss of a model, its own or that of labels of the same tokens, and its gradients."""
+    """Return the loss of a model, the model's loss or the loss of labels of the same tokens, and its
+    gradients."""
     model.zero_grad()
     out = model(**batch)
     return backward(model, out.loss if labels is None else loss_of(out.logits, labels, 2 * LENGTH))
@@ -199,7 +200,7 @@ def train_alone(model: Any, batch: dict[str, Any], labels: Tensor | None) -> dic
 
 
 def loss_of(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
-    """Return the part in the mean loss of ``count`` labels that these have."""
+    """Return the part that these labels have in the mean loss of ``count`` labels."""
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
 
 
@@ -211,8 +212,8 @@ def backward(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def train_on_ranks(group: Any, family: str, head: str, variant: dict[str, Any]) -> list[Any]:
-    """Return the sums over ranks of loss and gradients, of one text a row and of packed documents, and
-    whether the loss is that of the logits; or messages."""
+    """Return the sums over ranks of loss and gradients, for one text per row and for packed documents, and
+    whether the loss equals the loss of the logits; or messages."""
     model = build(family, head, "tritoncp", variant)
     return [
         attempt(partial(sum_over_ranks, group, model, make_batch(packed, family))) for packed in (False, True)
@@ -300,7 +301,7 @@ def check_families(cases: list[tuple[str, str]]) -> Iterator[Row]:
 
 
 def check_in_child(family: str, head: str) -> Row:
-    """Try a family in a process of its own, which may die or take too long."""
+    """Try a family in a separate process, which may die or take too long."""
     with WorkerPool(check_families, 1, timeout=SECONDS, method="fork") as pool:
         ((_, row),) = pool.run([[(family, head)]])
     return Row(family, *(row.why,) * 3) if isinstance(row, Lost) else row
@@ -330,7 +331,9 @@ def shorten(reason: str) -> str:
     """
     text = re.sub(r"\b\w+Config\b", "this config", reason.partition(". ")[0])
     text = re.sub(r": run \w+( model)? (on whole sequences, )?without shard_batch$", "", text)
-    return re.sub(r"^(not tried: )?\w+: | \(\w+(, \w+)*\)", "", text)
+    text = re.sub(r"^(not tried: )?\w+: | \(\w+(, \w+)*\)", "", text)
+    missing = re.search("required positional argument|(have to|must) specify", text)
+    return "the model needs inputs besides tokens" if missing else text
 
 
 WAYS = "**One process: {}. Several ranks: {}. Packed documents: {}.**"

@@ -1,4 +1,4 @@
-"""Masks and plans in batches that accelerate moves, casts and hands out."""
+"""Masks and plans in batches that accelerate moves, casts and distributes."""
 
 import pytest
 import torch

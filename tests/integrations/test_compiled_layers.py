@@ -57,7 +57,7 @@ def others(*rows: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "dynamic", "backend"),
     [
-        ("Qwen3", True, "eager"),
+        pytest.param("Qwen3", True, "eager", marks=pytest.mark.long),  # below, on ranks
         *others(*[(name, True, "aot_eager") for name in ("Qwen3", "Gemma2", "GptOss")]),
         *others(("GptOss", None, "aot_eager")),
     ],

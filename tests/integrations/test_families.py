@@ -11,7 +11,7 @@ from tests.integrations import families
 from tritoncp.integrations.transformers import shard_batch
 
 HEADS = families.list_families()
-# Of each kind: plain, refused on ranks, positions of three axes, code of its own, recurrent layers.
+# One of each kind: plain, refused on ranks, positions of three axes, custom code, recurrent layers.
 FEW = ("bert", "big_bird", "glm4v_moe", "mobilebert", "qwen3_next", "xlstm")
 # Layers of each kind that have no mask, in one process.
 RECURRENT = ("falcon_h1", "jamba", "lfm2", "mamba2", "minimax", "nemotron_h", "recurrent_gemma", "rwkv")

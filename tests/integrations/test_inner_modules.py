@@ -44,14 +44,14 @@ class ScaledDotProductAttention(nn.Module):
 
 
 class FlexAttentionWrapper(nn.Module):
-    """The wrapper of torch's own tests of context parallelism."""
+    """The wrapper in torch's tests of context parallelism."""
 
     def forward(self, *args, **kwargs):
         return flex_attention(*args, **kwargs)
 
 
 class SDPAWrapper(nn.Module):
-    """The other wrapper of torch's own tests."""
+    """The other wrapper in torch's tests."""
 
     def forward(self, *args, **kwargs):
         return scaled_dot_product_attention(*args, **kwargs)

@@ -1,5 +1,5 @@
-"""Calls of models on ranks that would be another function in silence: each is refused, and what is alike is
-not."""
+"""Calls of models on ranks that would silently compute something else: each is refused, and similar correct
+calls are not."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_wrong_call_with_a_shard_is_refused_before_and_after_a_right_one(name:
 
 
 def test_texts_of_the_length_of_a_shard_are_no_shards() -> None:
-    """Also while a shard waits for its call, as of a batch that was made ahead."""
+    """This holds also while a shard waits for its call, for example if the batch was made ahead."""
 
     def work(group: Any) -> None:
         for cls, config in ((BertModel, BertConfig), *((None, name) for name in ("Llama", "OPT"))):
@@ -103,7 +103,7 @@ def test_texts_of_the_length_of_a_shard_are_no_shards() -> None:
     ranks.run(2, work)
 
 
-def test_models_with_losses_of_their_own_take_no_labels_beside_a_plan() -> None:
+def test_models_with_custom_losses_take_no_labels_beside_a_plan() -> None:
     def work(group: Any) -> None:
         model = BertForMaskedLM(BertConfig(**models.COMMON, attn_implementation="tritoncp")).eval()
         shard = shard_batch({"input_ids": TOKENS}, model.config, group)
@@ -128,7 +128,7 @@ def test_heads_of_whole_sequences_are_refused_on_ranks() -> None:
     ranks.run(2, work)
 
 
-def test_a_plan_that_no_layer_gets_is_no_success() -> None:
+def test_a_plan_that_no_layer_gets_raises() -> None:
     def work(group: Any) -> None:
         model = models.build_model("Llama", num_hidden_layers=1).eval()
         reference = models.build_model("Llama", "sdpa", num_hidden_layers=1).eval()
@@ -219,7 +219,7 @@ def test_copies_of_a_sharded_batch_have_the_logits_of_the_batch() -> None:
         assert torch.equal(model(**copied).logits, expected)
 
 
-def test_copies_of_a_rank_are_of_its_group_and_pickles_are_refused() -> None:
+def test_copies_of_a_batch_keep_the_group_and_pickles_are_refused() -> None:
     model = models.build_model("Gemma2").eval()
 
     def work(group: Any) -> Tensor:

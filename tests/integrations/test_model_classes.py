@@ -1,4 +1,4 @@
-"""Models in wrappers, subclasses, and classes without source have the kind of the model within."""
+"""Models in wrappers, subclasses, and classes without source are treated like the inner model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HasLoss(LlamaForCausalLM):
 
 
 def without_source(cls: type) -> Any:
-    """Return a subclass made by exec, with a forward method of its own."""
+    """Return a subclass made by exec, with another forward method."""
     names: dict[str, Any] = {"Base": cls}
     lines = (
         "class Made(Base):",
@@ -63,15 +63,15 @@ def test_wrapped_models_and_subclasses_take_labels_on_ranks() -> None:
     ranks.run(2, work)
 
 
-def test_a_loss_of_an_inner_model_is_one_of_the_model() -> None:
+def test_a_custom_loss_of_an_inner_model_is_found() -> None:
     model = models.build_model("Llama", num_hidden_layers=1)
-    outer = model.model  # takes no labels itself
+    outer = model.model  # its forward takes no labels
     outer.layers.append(HasLoss(model.config))
     assert has_custom_loss(model.config, outer)
     assert not has_custom_loss(model.config, model)
 
 
-def test_classes_without_source_are_recurrent_as_their_bases() -> None:
+def test_classes_without_source_are_recurrent_if_their_bases_are() -> None:
     model = models.build_model("Qwen3Next")
     kinds = [is_recurrent(part) for part in model.modules()]
     assert any(kinds)
@@ -105,7 +105,7 @@ def test_every_table_of_attention_classes_is_extended() -> None:
     folder = Path(transformers.__file__).parent / "models"
     sources = {path: path.read_text() for path in folder.glob("*/modeling_*.py")}
     tables = {f"{p.parent.name}.{p.stem}" for p, text in sources.items() if "_ATTENTION_CLASSES[" in text}
-    assert tables and tables <= set(attention.TABLES)  # which has those of earlier releases, too
+    assert tables and tables <= set(attention.TABLES)  # which has the arguments of earlier releases, too
 
 
 def test_a_model_with_a_table_of_attention_classes_runs_as_eager() -> None:

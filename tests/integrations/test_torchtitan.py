@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("cpu_engine")]
 
 @functools.cache
 def trainer():
-    """Import torchtitan before ranks are forked, and where a test asks for it."""
+    """Import torchtitan before ranks are forked, and only if a test needs it."""
     return import_module("tests.integrations.titan_training")
 
 
@@ -47,7 +47,7 @@ def run(world_size, folder, **settings):
 
 @functools.cache
 def reference(folder, world_size=1, **settings):
-    """Train with torchtitan's own attention and context parallelism."""
+    """Train with torchtitan's attention and context parallelism."""
     return run(world_size, folder, adapter=False, **settings)
 
 
@@ -67,7 +67,7 @@ def assert_same_training(results, want, factor=1):
 
 @pytest.mark.parametrize("balancer", ["ptrr", "headtail", None])
 @pytest.mark.parametrize("backend", ["partial_dtensor", "full_dtensor"])
-def test_two_ranks_train_as_torchtitans_own_and_as_one_rank(folder, backend, balancer):
+def test_two_ranks_train_like_torchtitans_ranks_and_like_one_rank(folder, backend, balancer):
     adapted = run(2, folder, adapter=True, cp=2, backend=backend, balancer=balancer)
     assert_same_training(adapted, reference(folder, 2, cp=2, backend=backend))
     # full_dtensor of torchtitan 0.3 reports the sum of the ranks' losses once for each rank
@@ -172,7 +172,7 @@ def prepared_inputs(group):
             prepare(adapter, *arguments)
 
 
-def test_inputs_are_sharded_as_by_torchtitan():
+def test_inputs_are_sharded_like_torchtitan_shards_them():
     trainer()
     ranks.run(2, prepared_inputs)
 

@@ -150,7 +150,7 @@ def test_a_second_name_is_registered_like_the_first() -> None:
 
 @contextmanager
 def counted_calls(*functions: Any) -> Iterator[list[str]]:
-    """Collect the names of functions with the code of these when they are called."""
+    """Collect the names of these functions, found by their code, when they are called."""
     calls: list[str] = []
     codes = {function.__code__ for function in functions}
 

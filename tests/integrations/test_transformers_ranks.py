@@ -1,4 +1,4 @@
-"""Models on ranks: losses and gradients are those of one process with transformers' own attention."""
+"""Models on ranks: losses and gradients equal one process with transformers' attention."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ EVERY = list(models.MODELS | models.MORE_MODELS)
 
 
 def expected_of(name: str, batch: dict[str, Any]) -> Any:
-    """Return loss and gradients of one process: by transformers' eager attention, for packed documents that
-    transformers does not separate, by this one."""
+    """Return loss and gradients of one process, by transformers' eager attention, or by tritoncp's for packed
+    documents that transformers does not separate."""
     model = models.build_model(name, "eager")
     if name in ("GptOss", "OPT", "Qwen3Next") and "position_ids" in batch:
         model = models.build_model(name)
@@ -136,7 +136,7 @@ def test_a_shard_without_its_plan_and_positions_of_another_batch_raise() -> None
         evaluated = model(
             models.packed_batch()["input_ids"], position_ids=models.packed_batch()["position_ids"]
         )
-        assert evaluated.logits.shape == (2, models.SIZE, models.VOCABULARY)  # a rank's own, whole batch
+        assert evaluated.logits.shape == (2, models.SIZE, models.VOCABULARY)  # of the rank
         return messages
 
     for name in ("Llama", "GptOss"):

@@ -79,7 +79,8 @@ def train(
 def train_on_ranks(
     world_size: int, cp: int, folder: Path, args: dict[str, Any], count: int, **options: Any
 ) -> Any:
-    """Train on ranks, ``cp`` of which share documents; return the results of the last."""
+    """Train on ranks, with groups of ``cp`` ranks that share documents; return the results of the last
+    rank."""
 
     def run(group: Any) -> Any:
         environment = {"RANK": group.rank(), "LOCAL_RANK": group.rank(), "WORLD_SIZE": world_size}
@@ -115,7 +116,7 @@ def test_one_process_trains_as_transformers_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize(("world_size", "cp"), [(2, 2), (4, 2)])
 def test_ranks_train_as_one_process_does(world_size: int, cp: int, average: bool, tmp_path: Path) -> None:
-    """Documents of a step are the same: as many in a batch, whatever number of replicas shares them."""
+    """Documents of a step are the same, and as many in a batch, for any number of replicas."""
     replicas = world_size // cp
     args = {"gradient_accumulation_steps": 2, "average_tokens_across_devices": average}
     sizes = ("per_device_train_batch_size", "per_device_eval_batch_size")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("cpu_engine")
 TOKENS = torch.randint(1, models.VOCABULARY, (90,), generator=torch.Generator().manual_seed(3))
 TRAJECTORIES = [TOKENS[:60], torch.cat([TOKENS[:40], TOKENS[60:]]), torch.cat([TOKENS[:40], TOKENS[:25]])]
 PACKED = tritoncp.pack_trajectories(TRAJECTORIES)
-LABELS = PACKED.tokens.roll(-1)  # of rows: any labels do
+LABELS = PACKED.tokens.roll(-1)  # labels of rows: any labels will do
 ROW = {"input_ids": PACKED.tokens[None], "shift_labels": LABELS[None]}
 
 
@@ -32,7 +32,7 @@ def loss_and_gradients(model: Any, logits: Tensor, labels: Tensor) -> Any:
 
 
 def of_trajectories(name: str) -> Any:
-    """Return the same from logits of each trajectory alone, which are put together to those of the tree."""
+    """Return the same from logits of each trajectory alone, which are put together to logits of the tree."""
     model = models.build_model(name, "eager")
     rows = [model(x[None], use_cache=False).logits[0] for x in TRAJECTORIES]
     paths = torch.cat(PACKED.paths)
@@ -42,8 +42,8 @@ def of_trajectories(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_tree_is_its_trajectories(name: str, world_size: int) -> None:
-    """Also in layers with windows, which count along paths."""
+def test_a_tree_has_the_losses_of_its_trajectories(name: str, world_size: int) -> None:
+    """This holds also in layers with windows, which count along paths."""
     assert len(PACKED.tokens) < sum(map(len, TRAJECTORIES))
 
     def work(group: Any) -> Any:
@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_tree_has_no_meaning_for_is_refused(name: str) -> None:
+def test_arguments_without_a_meaning_for_trees_are_refused(name: str) -> None:
     values, reason = WRONG[name]
     with pytest.raises(ValueError, match=reason):
         shard_batch(ROW | values, models.build_model("Llama"), tree=PACKED)
@@ -98,7 +98,7 @@ def test_layers_that_see_no_tree_are_refused() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_of_a_tree_have_the_tokens_and_labels_of_the_sequences(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, (7, 12), generator=generator)  # few tokens, so that much is common
+    ids = torch.randint(3, (7, 12), generator=generator)  # few tokens: long shared prefixes
     ids[:, :4] = ids[0, :4] * (torch.arange(7)[:, None] < 5)
     mask = (torch.arange(12) >= torch.randint(3, (7, 1), generator=generator)).long()
     mask *= torch.arange(12) < torch.randint(9, 13, (7, 1), generator=generator)

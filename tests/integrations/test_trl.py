@@ -175,7 +175,7 @@ def compare_with_one_process(
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 @pytest.mark.parametrize(("name", "tree"), [("Llama", None), ("Mistral", None), ("Llama", False)])
-def test_grpo_on_two_ranks_is_that_of_one_process(
+def test_grpo_on_two_ranks_equals_grpo_on_one_process(
     name: str, tree: bool | None, loss_type: str, tmp_path: Path
 ) -> None:
     for log in compare_with_one_process("GRPO", name, tmp_path, args={"loss_type": loss_type}, tree=tree):
@@ -186,18 +186,19 @@ def test_grpo_on_two_ranks_is_that_of_one_process(
         )  # prompts of 20 tokens and more, four completions of up to 30
 
 
-def test_grpo_on_layers_that_see_no_tree_is_that_of_one_process(tmp_path: Path) -> None:
+def test_grpo_on_layers_that_see_no_tree_equals_grpo_on_one_process(tmp_path: Path) -> None:
     compare_with_one_process("GRPO", "Qwen3Next", tmp_path, args={"router_aux_loss_coef": 0.0})
 
 
-def test_replicas_of_two_ranks_are_processes(tmp_path: Path) -> None:
-    """Also by what TRL takes over all completions: a quantile of entropies, and a deviation of rewards."""
+def test_replicas_of_two_ranks_train_like_processes(tmp_path: Path) -> None:
+    """They also share statistics that TRL computes over all completions: a quantile of entropies, and a
+    deviation of rewards."""
     args = {"scale_rewards": "batch", "top_entropy_quantile": 0.5}
     compare_with_one_process("GRPO", "Llama", tmp_path, 4, 2, args=args)
 
 
 @pytest.mark.parametrize("kind", ["RLOO", "Distillation"])
-def test_other_trainers_on_completions_are_those_of_one_process(kind: str, tmp_path: Path) -> None:
+def test_other_trainers_on_completions_equal_one_process(kind: str, tmp_path: Path) -> None:
     compare_with_one_process(kind, "Llama", tmp_path)
 
 
@@ -220,8 +221,10 @@ def sft(cls: Any, attention: str, size: int, folder: Path, packing: bool, **opti
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize(("world_size", "cp"), [(2, 2), (4, 2)])
-def test_sft_on_ranks_is_that_of_one_process(world_size: int, cp: int, packing: bool, tmp_path: Path) -> None:
-    """Its metrics, too: each token is counted once, and padding is not."""
+def test_sft_on_ranks_equals_sft_on_one_process(
+    world_size: int, cp: int, packing: bool, tmp_path: Path
+) -> None:
+    """Its metrics are equal too: each token is counted once, and padding is not."""
     from trl import SFTTrainer
 
     from tritoncp.integrations.trl import ContextParallelSFTTrainer
@@ -242,7 +245,7 @@ def test_sft_on_ranks_is_that_of_one_process(world_size: int, cp: int, packing: 
 
 
 def test_ranks_of_a_mesh_train_on_completions_that_they_generated_in_parts(tmp_path: Path) -> None:
-    """With two micro-batches of one generation, which TRL shuffles."""
+    """One generation has two micro-batches, which TRL shuffles."""
     from trl import GRPOConfig
 
     from tritoncp.integrations.trl import ContextParallelGRPOTrainer
@@ -275,7 +278,7 @@ def test_ranks_of_a_mesh_train_on_completions_that_they_generated_in_parts(tmp_p
     torch.testing.assert_close(first[1], second[1], rtol=0, atol=0)
 
 
-def test_what_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+def test_batches_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
     from tritoncp.integrations.trl import ContextParallelGRPOTrainer
 
     models.build_model("Llama").save_pretrained(tmp_path / "model")

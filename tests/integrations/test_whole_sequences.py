@@ -1,4 +1,5 @@
-"""Recurrent layers have the plan of their own call: also when a checkpoint recomputes them, and not later."""
+"""Recurrent layers have the plan of the current call, also when a checkpoint recomputes them, and not
+later."""
 
 from __future__ import annotations
 

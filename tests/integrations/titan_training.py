@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer on CPU ranks, for tests: its debug models on random packed documents."""
+"""torchtitan's Trainer on CPU ranks, for tests: its debug models on random packed documents."""
 
 import importlib
 import os
@@ -142,7 +142,7 @@ def config(
 def train(group, folder, *, adapter, patched=False, model="llama3", pp=1, **settings):
     """Train two steps on this rank; return the losses, and the gradients of each step by name.
 
-    adapter: whether attention, checkpointing and inputs are those of tritoncp.integrations.torchtitan
+    adapter: whether attention, checkpointing and inputs come from tritoncp.integrations.torchtitan
     patched: torchtitan is patched as in the example; settings: see :func:`config`
     """
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
@@ -152,7 +152,7 @@ def train(group, folder, *, adapter, patched=False, model="llama3", pp=1, **sett
 
         trainer.prepare_context_parallel_input = patches.prepare_context_parallel_input
         parallelize.apply_cp_to_forward = patches.apply_cp_to_forward
-    # torchtitan's own attention, to compare with: Inductor has no backward pass of it on CPUs.
+    # torchtitan's attention, to compare with: Inductor has no backward pass of it on CPUs.
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_flex_attention)
     attention._compiled_create_block_mask = flex.create_block_mask
     torch.Tensor.bfloat16 = torch.Tensor.float  # experts of gpt_oss: rounding would hide small errors

@@ -21,7 +21,7 @@ CAUSAL = create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32)
 
 @pytest.mark.bar(2)
 def test_a_loss_of_lse_that_is_not_smooth_at_empty_rows_leaves_no_nan() -> None:
-    """d(lse^2) = 2 lse dlse is infinite where lse is: the empty row has no gradient to give."""
+    """d(lse^2) = 2 lse dlse is infinite if lse is: an empty row must not add it to gradients."""
     x = qkv(40)
     mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q % 5 != 2), None, None, 40, 40, BLOCK_SIZE=32)
     leaves = [t.detach().requires_grad_() for t in x]
@@ -53,7 +53,7 @@ def test_gradients_of_some_inputs_only(wanted: str, engine: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter evaluates hidden pairs too
-def test_hidden_pairs_and_blocks_give_captures_nothing() -> None:
+def test_hidden_pairs_and_blocks_add_nothing_to_gradients_of_captures() -> None:
     """A score_mod may read past its table's end, or have an infinite slope, at masked pairs."""
 
     def score(table: Tensor) -> Callable[..., Tensor]:
@@ -77,7 +77,7 @@ PAST_THE_END = {
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter evaluates hidden pairs too
 @pytest.mark.parametrize("name", PAST_THE_END)
-def test_rows_past_the_end_give_captures_nothing(name: str) -> None:
+def test_rows_past_the_end_add_nothing_to_gradients_of_captures(name: str) -> None:
     """A tile reaches past q_len and kv_len, where this score_mod is NaN."""
 
     def score(table: Tensor) -> Callable[..., Tensor]:
@@ -130,7 +130,7 @@ def ulp(x: Tensor, dtype: torch.dtype) -> float:
 
 
 def torchs(x: QKV, mask: tritoncp.Mask, score: Callable | None, start: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """out, dq, dk, dv of torch's eager flex attention in the tensors' own dtype."""
+    """out, dq, dk, dv of torch's eager flex attention in the tensors' dtype."""
     leaves = [t.detach().requires_grad_() for t in x]
     # Eager flex reads the mask_mod alone, so lists and mask_mod must say the same.
     out = flex.flex_attention(*leaves, score, mask.to_block_mask(), enable_gqa=True)
@@ -145,7 +145,7 @@ def torchs(x: QKV, mask: tritoncp.Mask, score: Callable | None, start: tuple[Ten
 def test_half_precision_errs_no_more_than_twice_torch(
     dtype: torch.dtype, dim: int, modified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # torch guards its CPU backward; it runs
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # torch refuses the CPU, though it works
     score = (lambda s, b, h, q, kv: s - 0.1 * (h + 1) * (q - kv).abs()) if modified else None
     x = qkv(56, heads=2, kv_heads=1, dim=dim, dtype=dtype)
     mask = create_block_mask(causal(), None, None, 56, 56, BLOCK_SIZE=32)

@@ -1,4 +1,4 @@
-"""Kernels as they are compiled for GPUs: a sample of calls, each architecture in a process of its own.
+"""Kernels as they are compiled for GPUs: a sample of calls, each architecture in a separate process.
 
 Triton decides when it is imported whether it interprets.
 """
@@ -10,11 +10,11 @@ import pytest
 from tests.command_process import python
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
-FIRST = ("sm_90", "not long")  # in every run: of the three it has the most kinds of instructions
+FIRST = ("sm_90", "not long")  # in every run: of the three it has the max number of kinds of instructions
 
 
 def run_compiled(arch: str, *words: str) -> None:
-    """Run tests in a process of their own, with kernels that are compiled for ``arch``."""
+    """Run tests in a separate process, with kernels that are compiled for ``arch``."""
     result = python("-m", "pytest", "-q", "-n0", "--compiled", arch, *words)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
 

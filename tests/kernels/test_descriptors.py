@@ -32,7 +32,8 @@ def copied(x: QKV, mask: Mask) -> dict[str, bool]:
 @pytest.mark.bits
 @pytest.mark.parametrize(("name", "n"), [*((name, 50) for name in MASKS), ("full", 64), ("mask_mod", 64)])
 def test_same_bits_as_by_pointer(name: str, n: int) -> None:
-    """Two pieces of channels, padded ones, grouped heads; a sequence that ends inside a tile, or with one."""
+    """Cases have two pieces of channels, padded channels, grouped heads, and a sequence that ends inside a
+    tile or with a tile."""
     x = qkv(n, batch=2, heads=2, kv_heads=1, dim=40, v_dim=16)
     mask, start = MASKS[name](n), cotangents(x)
     assert all(copied(x, mask).values())
@@ -42,7 +43,8 @@ def test_same_bits_as_by_pointer(name: str, n: int) -> None:
 
 @pytest.mark.bar(6)
 def test_rows_behind_the_tokens_are_never_read() -> None:
-    """A buffer longer than its slots, NaN behind them: a descriptor would copy that into the products."""
+    """The buffer is longer than its slots, with NaN after them: a descriptor would copy NaN into the
+    products."""
     x, mask = qkv(50), MASKS["causal"](50)
     long = QKV(*(torch.cat([t, torch.full_like(t[:, :, :14], torch.nan)], 2) for t in x))
     plan = single(mask)
@@ -70,7 +72,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_pointers_where_descriptors_cannot_go(name: str) -> None:
+def test_tensors_that_descriptors_cannot_copy_are_read_by_pointer(name: str) -> None:
     x = qkv(64, heads=2)
     x = x._replace(k=UNFIT[name](x.k))
     assert not copyable(x.k) and copyable(x.v)
@@ -88,7 +90,7 @@ def test_a_dimension_of_one_may_have_any_stride() -> None:
     assert all(stride % 4 == 0 for stride in first.strides[:3])
 
 
-def test_blocks_that_no_tile_divides_take_pointers() -> None:
+def test_blocks_that_no_tile_divides_are_read_by_pointer() -> None:
     for block in (16, 24, 32, 40):
         mask = create_block_mask(causal(), None, None, 60, 60, BLOCK_SIZE=block)
         for one in (mask, replace(mask, window=None)):
@@ -97,7 +99,7 @@ def test_blocks_that_no_tile_divides_take_pointers() -> None:
 
 @pytest.mark.parametrize(("n", "ends"), [(64, "block"), (50, "buffer")])
 def test_streams_know_their_bytes_and_ends(n: int, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many heads are a section as the cache holds, by the bytes of one head's keys and values."""
+    """A section has as many heads as fit the cache, by the bytes of one head's keys and values."""
     x = qkv(n, batch=3, heads=4, kv_heads=2, dim=40, v_dim=16)
     tables, sections = single(MASKS["window"](n)).tables("cpu", 2, 4), []
     streamed = streamed_tensors(tables, {"k": x.k, "v": x.v}, by_keys=False)

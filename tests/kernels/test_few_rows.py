@@ -103,7 +103,7 @@ def test_any_group_and_number_of_rows(rows: int, heads: int, kv_heads: int, tile
 
 
 def test_more_programs_than_tiles() -> None:
-    """Two pieces of channels; programs that see no key leave empty states."""
+    """There are two pieces of channels; programs that see no key leave empty states."""
     x, mask = qkv(2, KEYS, batch=2, dim=24, v_dim=40), block_mask(sliding_window(3, 9), rows=2)
     right(answers(x, mask, SPLIT_KV=9, **TILE), x, mask)
 
@@ -116,7 +116,7 @@ def test_scores_see_the_batch_row_and_head_of_each_row(name: str, options: str) 
     right(answers(x, mask, score, **OPTIONS[options]), x, mask, score)
 
 
-def test_a_score_mod_may_hide_all_a_program_sees() -> None:
+def test_a_score_mod_may_hide_all_keys_of_a_program() -> None:
     def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return torch.where((kv < 40) | (q % 3 == 0) | (h == 2), -math.inf, s)
 
@@ -127,8 +127,8 @@ def test_a_score_mod_may_hide_all_a_program_sees() -> None:
 
 
 @pytest.mark.bits
-def test_packed_rows_compute_what_they_would_alone() -> None:
-    """Bit for bit, where the key tiles are the same, in the same order."""
+def test_packed_rows_have_the_results_of_single_rows() -> None:
+    """Results are equal bit for bit if the tiles of keys and their order are the same."""
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)
     for name in ("full, ragged", "intervals", "mask_mod that reads the head"):
         mask = MASKS[name]()
@@ -214,7 +214,7 @@ def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str 
 
 
 def tiles_and_heads(prepared: Any) -> tuple[int, int]:
-    """The numbers of tiles and of heads that the programs of a launch differ in."""
+    """Return the number of tiles and of heads of a launch's programs."""
     heads, tiles, _ = prepared.grid
     assert prepared.args["order"].heads is None
     return tiles, heads
@@ -224,10 +224,10 @@ def tiles_and_heads(prepared: Any) -> tuple[int, int]:
     ("shape", "pack", "tile", "programs"),
     [
         ((1, 32, 8), 4, 64, (1, 8)),
-        ((16, 32, 8), 4, 64, (1, 8)),  # 64 rows of all heads
+        ((16, 32, 8), 4, 64, (1, 8)),  # a tile has 64 rows of all heads
         ((17, 32, 8), 4, 128, (1, 8)),
         ((64, 32, 8), 4, 128, (2, 8)),
-        ((100, 32, 8), 1, 128, (1, 32)),  # three tiles of 32 rows and a bit are no fewer
+        ((100, 32, 8), 1, 128, (1, 32)),  # packing does not reduce three tiles of 32 rows and a part of one
         ((128, 32, 8), 1, 128, (1, 32)),
         ((1000, 32, 8), 1, 128, (8, 32)),
         ((1, 8, 8), 1, 64, (1, 8)),
@@ -258,7 +258,7 @@ def test_the_smallest_tiles_without_wgmma_have_16_rows() -> None:
         (16, (8, 2), 4, 64),
         (16, (4, 2), 2, 64),
         (96, (2, 2), 1, 32),
-    ],  # tiles divide a block that is not packed
+    ],  # without packing, tiles divide the block
 )
 def test_blocks_of_few_rows_are_filled_too(block: int, heads: tuple[int, int], pack: int, tile: int) -> None:
     mask = create_block_mask(causal(), 1, 1, 480, 512, BLOCK_SIZE=(block, 128))
@@ -268,7 +268,7 @@ def test_blocks_of_few_rows_are_filled_too(block: int, heads: tuple[int, int], p
 
 
 @pytest.mark.parametrize("side", ["q", "kv"])
-def test_no_program_of_a_dense_slot_or_a_window_is_without_rows(side: str) -> None:
+def test_every_program_of_a_dense_slot_or_a_window_has_rows(side: str) -> None:
     """Other masks have the tiles of a block for each slot, which a program finds by division."""
     for n, block, mod in itertools.product((5, 64, 65, 100, 200), (64, 128), (causal(), by_head)):
         size, blocks = {"q": ((n, 9), (block, 32)), "kv": ((9, n), (32, block))}[side]
@@ -280,7 +280,7 @@ def test_no_program_of_a_dense_slot_or_a_window_is_without_rows(side: str) -> No
 
 
 def test_masks_of_each_head_are_not_packed() -> None:
-    """Heads have tables of their own; the results are the same, also where packing is requested."""
+    """Heads have separate tables; the results are the same, also if packing is requested."""
     mask = block_mask(by_head, heads=HEADS)
     assert launch(ROWS, HEADS, 1, mask, keys=KEYS, PACK_GQA=True).args["PACK"] == 1
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)
@@ -338,7 +338,7 @@ def test_programs_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One for each query head where those of KV heads are fewer than two for each multiprocessor, and the
+    """One for each query head if there are fewer than two per multiprocessor for KV heads, and the
     partial sums stay small."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
     step, chosen = TritonEngine(Mods(), 1.0, arch="sm_90"), set()
@@ -360,7 +360,7 @@ def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(
     assert chosen == {(True, 1), *((False, group) for group in range(1, 5))}
 
 
-def test_the_interpreter_does_only_what_it_is_asked() -> None:
+def test_interpreted_kernels_only_follow_the_options() -> None:
     assert launch(1, 32, 8, arch="interpreter", SPLIT_KV=2).args["PACK"] == 1
     prepared = launch(1, 32, 8, arch="interpreter")
     assert prepared.args["PACK"] == 1 and prepared.args["splits"] is None and prepared.config.BLOCK_M == 128

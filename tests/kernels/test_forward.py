@@ -55,7 +55,8 @@ def test_rows_that_see_nothing_are_zero(name: str) -> None:
 
 @pytest.mark.bar(4)
 def test_a_score_mod_may_hide_whole_rows_and_leading_tiles() -> None:
-    """In full blocks too, where nothing else is masked: the first tiles a row meets are all -inf."""
+    """It may do so in full blocks too, where no other pairs are masked: the first tiles of a row are all
+    -inf."""
 
     def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return torch.where((q % 7 == 3) | (kv < q // 2), -math.inf, s * 2)
@@ -140,7 +141,8 @@ def test_window_table_and_mask_mod_give_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("lengths", [(41, 41), (20, 50), (50, 20)], ids=str)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_routes_agree_at_ragged_ends(name: str, lengths: tuple[int, int]) -> None:
-    """The window route may call a ragged tile full where the table masks it: another order, same answer."""
+    """The window route may treat a ragged tile as full which the table masks: the order differs, not the
+    answer."""
     x = qkv(*lengths, dtype=F64)
     start = cotangents(x)
     routed = routes(create_block_mask(WINDOWS[name], None, None, *lengths, BLOCK_SIZE=16))
@@ -150,7 +152,7 @@ def test_routes_agree_at_ragged_ends(name: str, lengths: tuple[int, int]) -> Non
     same(run(x, routed["mod"], start=start, **TILE), by_table)
 
 
-def test_block_lists_have_the_last_word() -> None:
+def test_block_lists_win_over_the_mask_mod() -> None:
     """An unlisted block is invisible and a full one unmasked, even where the mask_mod disagrees."""
     check(qkv(48), from_kinds([[1, 3, 0], [0, 1, 3], [3, 0, 1]], lambda b, h, q, kv: q >= kv))
     check(qkv(48), from_kinds([[1, 3, 0], [0, 1, 3], [3, 0, 1]], lambda b, h, q, kv: (q * kv) % 3 == 1))

@@ -106,7 +106,7 @@ def test_dims_and_tiles_of_gluon_have_no_obstacle(dim: int, v_dim: int, keys: in
 
 
 @pytest.mark.interpreted  # it names another architecture than the device has
-def test_a_step_that_cannot_go_this_way_goes_by_loops_and_says_so() -> None:
+def test_a_step_that_gluon_cannot_compute_uses_loops_and_warns() -> None:
     x = tensors(256, v_dim=80)
     engine = replace(engine_of(x), options={"ROUTE": "gluon"}, arch="sm_90")
     out, lse = torch.empty(1, 2, 256, 80), torch.empty(1, 2, 256)

@@ -20,13 +20,13 @@ from tests.kernels.support.harness import (
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("name", MASKS)
 def test_gradients(name: str, tma: bool) -> None:
-    """Rows that see nothing, ragged ends, two pieces of channels, grouped heads."""
+    """Cases have rows that see no key, ragged ends, two pieces of channels, and grouped heads."""
     x = qkv(50, batch=2, heads=2, kv_heads=1, dim=40, v_dim=16)
     check(x, MASKS[name](50), FUSED_BACKWARD=True, USE_TMA=tma)
 
 
 @pytest.mark.bits
-def test_deterministic_has_the_last_word() -> None:
+def test_deterministic_wins_over_fused() -> None:
     x = qkv(50)
     assert engine_of(x, FUSED_BACKWARD=True).fused and not engine_of(x).fused
     assert not engine_of(x, FUSED_BACKWARD=True, deterministic=True).fused
@@ -39,8 +39,8 @@ def test_deterministic_has_the_last_word() -> None:
 
 
 @pytest.mark.bar(6)
-def test_keys_behind_the_end_add_nothing() -> None:
-    """Their rows of a tile score 0, which next to scores around -300 has no finite exponential."""
+def test_keys_past_the_end_add_nothing() -> None:
+    """Their rows in a tile have score 0, whose exponential overflows next to scores around -300."""
     x = qkv(50)
     x, start = QKV(x.q.abs() + 1, torch.full_like(x.k, -40), x.v), cotangents(x)
     for name in MASKS:

@@ -32,7 +32,7 @@ def biased(bias: Tensor, shift: int) -> Any:
 
 
 def test_one_engine_serves_captures_of_the_same_layouts_and_no_others() -> None:
-    """Values, strides, addresses, gradients and numbers change from call to call: so do the answers."""
+    """Values, strides, addresses, gradients and numbers change from call to call, and so do the answers."""
     x, plan = qkv(S, heads=2, dtype=torch.float64), make_plan(create_block_mask(causal(), 1, 1, S, S))
     wide = torch.randn(4 * S + 8, 2, dtype=torch.float64)
     tables = [wide.T[:, 2 : 2 * S + 2].contiguous(), wide.T, wide.flatten()[1:].view(-1)[: 8 * S].view(2, -1)]
@@ -47,7 +47,7 @@ def test_one_engine_serves_captures_of_the_same_layouts_and_no_others() -> None:
     assert engines == [1, 2, 3, 4, 5, 6, 6, 6, 7, 8]
 
 
-def test_an_engine_holds_nothing_that_a_call_captured() -> None:
+def test_an_engine_keeps_no_captured_tensor_alive() -> None:
     x, plan = qkv(S, heads=2), make_plan(create_block_mask(causal(), 1, 1, S, S))
     bias = torch.randn(2, 2 * S, requires_grad=True)
     leaf = x.q.requires_grad_()
@@ -58,7 +58,7 @@ def test_an_engine_holds_nothing_that_a_call_captured() -> None:
     assert memory.expired() and len(caches_of(plan).executables)
 
 
-def test_backward_passes_of_other_cotangents_are_told_apart() -> None:
+def test_backward_passes_of_other_cotangents_have_separate_launches() -> None:
     """Broadcast, transposed and plain gradients of the output come to one plan."""
     x, plan = qkv(S, heads=2, dtype=torch.float64), make_plan(create_block_mask(causal(), 1, 1, S, S))
     leaves = [t.requires_grad_() for t in x]
@@ -80,7 +80,7 @@ def test_backward_passes_of_other_cotangents_are_told_apart() -> None:
 
 
 @pytest.mark.interpreted
-def test_layouts_that_are_promised_and_not_kept_are_found_where_kernels_are_interpreted() -> None:
+def test_wrong_layouts_of_a_cached_launch_are_found_by_interpreted_kernels() -> None:
     x, plan = qkv(S, heads=2), make_plan(create_block_mask(causal(), 1, 1, S, S))
     tables = plan.tables(x.q.device, 1, 2)
     out, lse = torch.empty_like(x.q), torch.empty(1, 2, S)
@@ -103,7 +103,7 @@ def test_a_kernel_is_launched_as_it_was_compiled_first() -> None:
 
 
 def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:
-    """One rank's queries are transposed, another's are not: each has tables, and so launches, of its own."""
+    """One rank's queries are transposed, another's are not: each has separate tables, and thus launches."""
     world = tritoncp.simulate(2)
     mask = create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16)
     plan, x = world.make_plan(mask), qkv(64, heads=2, dtype=torch.float64)
@@ -154,7 +154,7 @@ def test_kept_engines_are_bounded(monkeypatch: Any) -> None:
         assert len(caches_of(plan).executables) <= 3
 
 
-def test_memory_beyond_32_bits_is_told_apart_on_amd_alone(monkeypatch: Any) -> None:
+def test_memory_beyond_32_bits_changes_the_layout_only_on_amd(monkeypatch: Any) -> None:
     for hip in (None, "6.4"):
         monkeypatch.setattr(torch.version, "hip", hip)
         layouts = [
@@ -164,7 +164,7 @@ def test_memory_beyond_32_bits_is_told_apart_on_amd_alone(monkeypatch: Any) -> N
         assert layouts[0] == layouts[1] and (layouts[1] != layouts[2]) is bool(hip)
 
 
-def test_integers_are_told_apart_where_triton_tells_them_apart() -> None:
+def test_integers_have_the_specialisations_of_triton() -> None:
     ends = [1, 16, 1 << 31, 1 << 63]
     numbers = [end + step for end in (*ends, -ends[2]) for step in (-1, 0, 1)]
 

@@ -61,8 +61,8 @@ def test_every_tile_has_one_program(
         assert bool((visits == 1).all())
 
 
-def test_a_section_has_the_most_heads_that_fit_the_cache() -> None:
-    """Of the numbers that divide the heads; a section of 8 heads or fewer always fits."""
+def test_a_section_has_as_many_heads_as_fit_the_cache() -> None:
+    """The number divides the heads; a section of 8 heads or fewer always fits."""
     for heads, size, (arch, cache) in product(range(1, 41), (0, 1 << 20, 3 << 20, 1 << 30), L2_BYTES.items()):
         fit = {n for n in range(1, 41) if heads % n == 0 and (n <= 8 or n * size <= cache)}
         assert section_heads(heads, size, arch) == max(fit)
@@ -122,8 +122,9 @@ def test_results_do_not_depend_on_the_order(mask: str, few: bool, monkeypatch: p
             assert torch.equal(a, b)
 
 
-def test_slots_start_by_falling_work() -> None:
-    """Of all heads of a batch row, equal ones by position; a closed-form window has no table."""
+def test_slots_start_by_descending_work() -> None:
+    """Work is summed over all heads of a batch row, ties are ordered by position; a closed-form window has no
+    table."""
     lengths = [16, 64, 48]
     mask = tritoncp.create_block_mask(tritoncp.document(lengths=lengths), 1, 1, 128, 128, BLOCK_SIZE=16)
     tables = tritoncp.make_plan(mask, world_size=1).tables("cpu", 1, 1)

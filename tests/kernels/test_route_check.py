@@ -1,5 +1,5 @@
 """Verification of routes against the loops before their first use: right routes run, wrong ones are replaced
-by the loops.  The interpreter runs no other route: the loops stand in for one, and faults are injected."""
+by the loops.  The interpreter runs no other route, so the loops replace one, and faults are injected."""
 
 import ast
 import warnings
@@ -63,10 +63,10 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_right_route_is_taken(
+def test_a_route_with_correct_results_is_used(
     mask: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With states between steps, and rows that no kernel writes. The verdict is logged."""
+    """Steps pass states, and some rows are not written by kernels. The verdict is logged."""
     caplog.set_level("DEBUG", "tritoncp")
     batch = 2 if "batch" in mask else 1
     x, block_mask = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
@@ -87,8 +87,8 @@ def test_a_right_route_is_taken(
 
 
 @pytest.mark.bits
-def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered heads lie apart in out, so launches there are not those of the verification."""
+def test_results_of_a_trial_have_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered heads are not adjacent in out, so the verification has other launches."""
     monkeypatch.setattr(traffic, "SMALL", 0)
     x, mask = qkv(N, batch=2, heads=4, kv_heads=2, dtype=COARSE), MASKS["causal"](N)
     plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="allgather")
@@ -122,7 +122,7 @@ def lse(step: ForwardStep) -> None:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("damage", [one_row, forgotten, lse], ids=lambda f: f.__name__)
-def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_route_with_wrong_results_is_not_used(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
     x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)
     start = cotangents(x)
     plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="ring")
@@ -141,8 +141,8 @@ def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("key", ["out", "lse"])
 def test_results_agree_within_rounding(key: str) -> None:
-    """Of out, two units of bfloat16 of the largest number of its row; of statistics, a thousandth of each and
-    of one. Two values that are not numbers agree."""
+    """The tolerance of out is two units of bfloat16 of the max of its row; of statistics, a thousandth,
+    relative and absolute. Two NaN agree."""
     want = torch.randn(2, 3, 4, 5) * torch.logspace(-3, 2, 4)[:, None]
     largest = want.abs().amax(-1, keepdim=True).expand_as(want)
     room = 2 * 2**-7 * largest if key == "out" else 1e-3 * (want.abs() + 1)
@@ -202,7 +202,7 @@ def test_a_measured_route_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> Non
         same(tritoncp.flex_attention(*x, mask), want)
 
 
-def test_options_of_tiles_and_programs_go_before_the_measured_route() -> None:
+def test_options_of_tiles_and_programs_win_over_the_measured_route() -> None:
     measured = {"CONFIGS": (("route", tuple(ROUTE.items())),)}
     for setting, route in (
         ({}, "gluon"),
@@ -217,7 +217,7 @@ def test_options_of_tiles_and_programs_go_before_the_measured_route() -> None:
 @pytest.mark.parametrize(
     "error", [CompilationError("def kernel():\n  ...", PLACE, "no such word"), RuntimeError()]
 )
-def test_a_route_that_cannot_be_compiled_is_not_taken(
+def test_a_route_that_cannot_be_compiled_is_not_used(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A route that this version of Triton does not compile is replaced by the loops."""

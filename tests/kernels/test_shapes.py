@@ -13,7 +13,7 @@ from tritoncp import and_masks, causal, document, full_mask, sliding_window
 from tritoncp.masks import create_block_mask
 
 DIMS = [16, 24, 40, 64, 80, 96, 128, 192, 256]
-SIZES = [  # of head dims of q and v
+SIZES = [  # (head dim of q, head dim of v)
     *zip(DIMS, DIMS[4:] + DIMS[:4], cycle([F32])),
     *zip(DIMS, DIMS, cycle([F64])),
     *((dim, 257 - dim, F32) for dim in (1, 3, 8, 17, 65, 130, 200, 255)),
@@ -23,7 +23,7 @@ SIZES = [  # of head dims of q and v
 @pytest.mark.parametrize(("dim", "v_dim", "dtype"), SIZES)
 @pytest.mark.bar(1)
 def test_every_head_dim_and_dq_other_than_dv(dim: int, v_dim: int, dtype: torch.dtype) -> None:
-    """Odd ones are padded."""
+    """Odd head dims are padded."""
     x = qkv(21, dim=dim, v_dim=v_dim, dtype=dtype)
     check(x, create_block_mask(causal(), None, None, 21, 21, BLOCK_SIZE=16))
 
@@ -63,8 +63,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.bar(8)
 def test_strides_do_not_matter(layout: str, engine: str) -> None:
-    """The answer of contiguous tensors, in kernels bit for bit: q, k, v and the gradient of out in any
-    layout. Where channels are not neighbours, compiled threads sum out * dout in another order."""
+    """q, k, v and the gradient of out have any layout; the answers equal those of contiguous tensors, in
+    kernels bit for bit. If channels are not adjacent, compiled threads sum out * dout in another order."""
     x = qkv(20, 30, batch=2, heads=2, kv_heads=1, dim=24, v_dim=40)
     mask = create_block_mask(causal(), None, None, 20, 30, BLOCK_SIZE=16)
     dout, dlse = cotangents(x)
@@ -77,7 +77,7 @@ def test_strides_do_not_matter(layout: str, engine: str) -> None:
 
 @pytest.mark.bar(8)
 def test_expanded_tensors_are_read_in_place() -> None:
-    """k shared by batch rows, v by heads, q by both; a gradient of out that is one number everywhere."""
+    """Batch rows share k, heads share v, both share q; the gradient of out is one expanded number."""
     x = qkv(40, batch=2, heads=3)
     shared = QKV(
         x.q[:1, :1].expand(2, 3, -1, -1), x.k[:1].expand(2, -1, -1, -1), x.v[:, :1].expand(-1, 3, -1, -1)

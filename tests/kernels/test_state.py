@@ -86,7 +86,7 @@ def test_steps_come_in_any_order() -> None:
             close(got, exact, str(order))
 
 
-def test_the_state_says_what_was_seen() -> None:
+def test_the_state_has_the_max_sum_and_values_of_the_keys_seen() -> None:
     """m: largest score in log2 units; l: sum of exp2(score - m); acc: the weighted sum of values. Rows
     without a visible key: -inf, 0, 0. No other memory is written."""
     mask = MASKS["causal"]
@@ -109,7 +109,7 @@ def test_the_state_says_what_was_seen() -> None:
 @pytest.mark.bits
 @pytest.mark.bar(14)
 def test_a_state_that_has_seen_nothing_changes_nothing() -> None:
-    """A first step that no row sees anything in leaves the bits of the second alone."""
+    """A first step in which no row sees a key does not change the bits of the second step."""
     mask = create_block_mask(lambda b, h, q, kv: (kv < 16) & (q >= kv), None, None, 48, 48, BLOCK_SIZE=16)
     x = tensors(mask)
     engine = engine_of(x, mask.mask_mod)
@@ -134,8 +134,8 @@ def test_steps_of_half_precision_round_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_added_up_over_steps_are_those_of_one(name: str) -> None:
-    """dQ is added to by every piece of the keys; each piece has its own dK and dV."""
+def test_gradients_added_over_steps_equal_the_gradients_of_one_step(name: str) -> None:
+    """Every piece of the keys adds to dQ; each piece has a separate dK and dV."""
     mask = MASKS[name]
     x = tensors(mask, dtype=F64)
     plan, engine = single(mask), engine_of(x, mask.mask_mod, alibi)

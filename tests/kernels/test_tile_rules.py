@@ -38,7 +38,7 @@ def test_every_architecture_and_dim_has_a_default(arch: str, kind: str) -> None:
 
 
 def test_settings_for_the_rules_tiles_do_not_apply_to_other_tiles() -> None:
-    """A limit on registers, a transposed product: made for tiles of one size."""
+    """A limit on registers and a transposed product are chosen for tiles of one size."""
     small = TileRequest("dq", "sm_100", 64, torch.bfloat16, 128, 128)
     assert choose(small, {}).maxnreg == 256 and choose(small, {"num_stages": 3}).maxnreg == 256
     assert choose(small, {"BLOCK_N2": 64}).maxnreg is None
@@ -142,7 +142,7 @@ def test_measured_tiles_replace_the_rule_and_options_replace_both(kind: str, tma
 
 
 @pytest.mark.parametrize("kind", PASSES)
-def test_tiles_measured_with_descriptors_say_nothing_of_pointers(kind: str) -> None:
+def test_tiles_measured_with_descriptors_are_not_used_for_pointers(kind: str) -> None:
     """Where strides or the user forbid descriptors, the rule has tiles that leave registers for addresses."""
     call = kind, "sm_90", 128, torch.bfloat16
     rule = default(*call, tma=False)
@@ -157,7 +157,8 @@ POWERS = [16, 32, 64, 128, 256]
 
 
 def test_tiles_divide_the_masks_blocks() -> None:
-    """The largest one does, or, where none does, the smallest one that covers the block, or the largest."""
+    """The largest tile that divides the block is chosen; if none does, the smallest that covers it, or the
+    largest."""
     config = chosen("forward", {"BLOCK_M": 256, "BLOCK_N": 256}, 64, 96)
     assert (config.BLOCK_M, config.BLOCK_N) == (64, 32)
     for largest, block in product(POWERS, range(1, 520)):
@@ -166,8 +167,8 @@ def test_tiles_divide_the_masks_blocks() -> None:
         assert fit(largest, block) == max(even, default=min([*(t for t in allowed if t >= block), largest]))
 
 
-def test_channels_are_cut_into_the_two_pieces_that_waste_least() -> None:
-    """One piece where that wastes no more, and none wider than asked for where two suffice."""
+def test_channels_are_cut_into_the_two_smallest_pieces_that_hold_them() -> None:
+    """One piece is used if it wastes no more, and no piece is wider than requested if two suffice."""
     for dim, widest in product(range(1, 257), (32, 64, 128)):
         limit = widest if dim <= 2 * widest else 128
         pairs = [(a, b) for a in POWERS if a <= limit for b in (0, *POWERS) if b <= a and a + b >= dim]
@@ -220,7 +221,7 @@ def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.bar(9)
 def test_strides_whose_products_pass_31_bits_are_wide() -> None:
-    """Those of rows and channels, of which a tile has 256 each."""
+    """The strides of rows and channels; a tile has 256 of each."""
     for place, stride in product(range(4), ((1 << 22) - 1, 1 << 22)):
         strides = [stride if d == place else 1 for d in range(4)]
         x = torch.empty_strided((1, 1, 2, 2), strides, device="meta")

@@ -126,7 +126,7 @@ def test_the_variable_allows_only_the_fused_kernel(pretend, monkeypatch):
 
 @pytest.mark.parametrize(("arch", "version"), PAIRS)
 def test_no_tiles_of_a_launch_have_flip_where_it_is_compiled_wrong(arch, version, pretend, monkeypatch):
-    """Tiles of the rule, measured tiles and those of options, also after calls under another Triton."""
+    """For default tiles, measured tiles and tiles of options, also after calls under another Triton."""
     pretend(arch, "3.7.1")
     for kind in BACKWARD:
         tiles(kind, arch, flipped(kind))

@@ -35,7 +35,7 @@ def listed(bm: flex.BlockMask) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(256, 256), (100, 200)])
-def test_members_are_torchs(name, q_len, kv_len) -> None:
+def test_a_mask_has_the_members_of_torchs(name, q_len, kv_len) -> None:
     ours, theirs = pair(name, q_len=q_len, kv_len=kv_len)
     assert ours.shape == theirs.shape and ours.numel() == theirs.numel()
     assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
@@ -44,7 +44,7 @@ def test_members_are_torchs(name, q_len, kv_len) -> None:
     assert torch.equal(listed(ours.to_block_mask()), listed(theirs))
 
 
-def test_a_mask_and_a_plan_stay_what_they_are_wherever_they_are_sent() -> None:
+def test_a_mask_and_a_plan_are_unchanged_by_moves_to_devices_and_dtypes() -> None:
     mask = create_block_mask(causal(), 1, 1, 256, 256)
     plan = make_plan(mask, world_size=2)
     for thing in (mask, plan):
@@ -87,7 +87,7 @@ INDICES = {
 
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("index", INDICES)
-def test_an_index_selects_the_blocks_that_it_selects_in_torch(name, index) -> None:
+def test_an_index_selects_the_same_blocks_as_in_torch(name, index) -> None:
     ours, theirs = pair(name)
     index = INDICES[index]
     parts = index if isinstance(index, tuple) else (index,)
@@ -100,7 +100,7 @@ def test_an_index_selects_the_blocks_that_it_selects_in_torch(name, index) -> No
     part = ours[index]
     assert num_batch_rows(part.mask_mod) == (part.B if num_batch_rows(ours.mask_mod) > 1 else 1)
     assert torch.equal(listed(part.to_block_mask()), listed(theirs))
-    # and the pairs are those of the whole: an int keeps its dimension
+    # and the pairs equal the whole mask's: an int keeps its dimension
     dense = ours.to_dense()
     steps = (1, 1, 64)
     for dim, (selected, step) in enumerate(zip(parts, steps)):
@@ -128,7 +128,7 @@ def test_a_slice_of_a_torch_mask_is_taken_if_it_has_the_length_of_its_blocks(nam
 
 @pytest.mark.parametrize("name", ["lambda", "table"])
 @pytest.mark.parametrize("index", [1, (slice(1, 3), 1), (torch.tensor([2, 0, 1]),), (slice(None), 0, 1)])
-def test_attention_with_a_selected_mask_is_that_of_the_selected_rows(name, index) -> None:
+def test_attention_with_a_selected_mask_equals_the_selected_rows(name, index) -> None:
     ours, _ = pair(name, block=128)
     q, k, v = (torch.randn(3, 2, 256, 16, dtype=torch.float64) for _ in range(3))
     whole = tritoncp.flex_attention(q, k, v, block_mask=ours)

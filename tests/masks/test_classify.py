@@ -23,7 +23,7 @@ from tritoncp.masks.classification.tile_bounds import Bounds, trace
 B, H, LENGTH = 2, 3, 40  # tables have an element for every index
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
-INTEGERS = (  # 0 * q makes a tensor of a number
+INTEGERS = (  # 0 * q turns a number into a tensor
     "({} + {})", "({} - {})", "({} * {})", "torch.maximum(1 * {} + 0 * q, {} + 0 * q)", "({} // 7)",
     "({} % 5)", "({} >> 1)", "({} & 6)", "({} ^ 3)", "({} + 0 * q).abs()", "({} + 0 * q).clamp(2, 20)",
     "({} + 0 * q).clamp(min=2)", "({} + 0 * q).clamp(max=20)",
@@ -163,7 +163,7 @@ def draw_operand(dtype: torch.dtype, g: torch.Generator) -> tuple[ValueRange, Te
 
 
 @pytest.mark.parametrize("dtype", RULES, ids=str)
-def test_rules_give_the_least_and_the_greatest_result(dtype: torch.dtype) -> None:
+def test_rules_give_the_min_and_max_result(dtype: torch.dtype) -> None:
     """All values in small ranges of the operands, near zero and where narrow types wrap."""
     g, known = torch.Generator().manual_seed(0), set()
     for name, rule in list(RULES[dtype].items()) * 40:
@@ -188,7 +188,7 @@ def test_rules_give_the_least_and_the_greatest_result(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("source", RULES, ids=str)
-def test_casts_give_the_least_and_the_greatest_result(source: torch.dtype) -> None:
+def test_casts_give_the_min_and_max_result(source: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     for target in list(RULES) * 40:
         range_, values = draw_operand(source, g)
@@ -203,7 +203,7 @@ def test_casts_give_the_least_and_the_greatest_result(source: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", INTS, ids=str)
 def test_integers_have_bounds_up_to_the_ends_of_their_type(dtype: torch.dtype) -> None:
-    """And no farther than 2^51."""
+    """Bounds end at 2^51."""
     info, most = torch.iinfo(dtype), 1 << 51
     ends = torch.tensor([max(info.min, -most), min(info.max, most)]).double()
     assert torch.equal(torch.stack(limit_range(ValueRange(*ends, dtype), dtype)[:2]), ends)
@@ -254,7 +254,7 @@ def test_expressions_that_broke_interval_arithmetic_give_torchs_blocks(mod) -> N
     ],
 )
 def test_no_bounds_hide_an_error(mod, error: type[Exception]) -> None:
-    """Of an index past the end and a division by zero, although all other pairs are visible."""
+    """An index past the end and a division by zero raise, although all other pairs are visible."""
     with pytest.raises(error):
         create_block_mask(mod, 1, 1, LENGTH, LENGTH, BLOCK_SIZE=8)
 
@@ -303,7 +303,7 @@ def test_no_decided_tile_is_decided_wrongly(expression: MaskText, seed: int) -> 
         lambda b, h, q, kv: ROWS[b, h, q] < kv,
         lambda b, h, q, kv: ROWS[b][h][kv] >= ROWS[1, h, q - LENGTH],
         lambda b, h, q, kv: CELLS[q, kv] > 0.1,
-        lambda b, h, q, kv: ROWS.cumsum(-1)[0][h, q] > kv,  # no rule, but the same in every tile
+        lambda b, h, q, kv: ROWS.cumsum(-1)[0][h, q] > kv,  # no rule, but all tiles are alike
     ],
 )
 def test_tiles_of_single_comparisons_are_all_decided(mod) -> None:

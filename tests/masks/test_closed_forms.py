@@ -37,7 +37,7 @@ FEW = few()
 
 @st.composite
 def simple_forms(draw: st.DrawFn) -> MaskMod:
-    """Draw closed forms of the zoo, and documents and prefixes that it lacks."""
+    """Draw closed forms of the zoo, and documents and prefixes that are not in it."""
     number = draw(st.integers(0, 999))
     ids = torch.randint(-2, 5, (2, N), generator=torch.Generator().manual_seed(number))
     return draw(
@@ -90,7 +90,7 @@ TOUCH = and_masks(PartOfMask(sliding_window(0, -1), start=1), causal())  # keys 
 @example(mod=TOUCH, q_len=9, kv_len=9)
 @example(mod=sliding_window(0, 0), q_len=9, kv_len=5)  # query 5 is beyond the last key by one
 @given(forms(), lengths, lengths)
-def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
+def test_intervals_equal_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
     intervals = mod.intervals(q_len, kv_len)
     if intervals is not None:
         lo, hi = intervals
@@ -104,7 +104,7 @@ def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
 
 @example(one=DESCENDING, two=causal(), q_len=N, kv_len=N)
 @given(simple_forms(), simple_forms(), lengths, lengths)
-def test_there_are_intervals_wherever_there_can_be(
+def test_every_mask_of_one_interval_per_row_has_intervals(
     one: MaskMod, two: MaskMod, q_len: int, kv_len: int
 ) -> None:
     for mod, rows in ((one, kv_len), (and_masks(one, two), q_len), (or_masks(one, two), q_len)):
@@ -134,7 +134,7 @@ def test_a_prefix_has_the_batch_rows_of_its_tensor(prefix: int | Tensor, rows: i
 
 
 @given(st.lists(st.tuples(st.integers(-1, 9), st.integers(-1, 9)), min_size=1, max_size=3), lengths, lengths)
-def test_windows_are_the_mask(windows: list[tuple[int, int]], q_len: int, kv_len: int) -> None:
+def test_windows_equal_the_mask(windows: list[tuple[int, int]], q_len: int, kv_len: int) -> None:
     mod = and_masks(*(sliding_window(*w) for w in windows))
     assert mod.window is not None
     left, right = mod.window
@@ -183,7 +183,7 @@ def test_edits_of_what_a_mask_captures_are_seen() -> None:
     ],
     ids=repr,
 )
-def test_torch_takes_them_as_they_are(mod: MaskMod) -> None:
+def test_torch_takes_closed_forms_as_mask_mods(mod: MaskMod) -> None:
     """make_fx traces closed forms, and torch's flex_attention with them agrees with dense attention."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, N, 8, generator=g, dtype=torch.float64) for _ in range(3))

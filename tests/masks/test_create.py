@@ -73,7 +73,7 @@ def test_a_mask_that_cannot_be_traced_is_evaluated_in_bounded_chunks(
     assert max(evaluated_pairs) <= 1 << 12
 
 
-def test_a_mask_is_made_where_its_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_mod_is_evaluated_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     on_cpu, on_meta = torch.zeros(S), torch.zeros(S, device="meta")
     assert capture_device(lambda b, h, q, kv: on_cpu[q] > on_meta[kv]).type == "meta"
@@ -115,7 +115,7 @@ def test_a_terminal_shows_a_bar_of_a_slow_mask(
 
 
 @pytest.mark.parametrize("quiet", ["file", "rank", "quick"])
-def test_there_is_no_bar_without_a_terminal_on_other_ranks_and_of_quick_masks(
+def test_no_bar_is_shown_without_a_terminal_on_other_ranks_and_for_quick_masks(
     quiet: str, late: pytest.MonkeyPatch
 ) -> None:
     late.setattr(sys, "stderr", io.StringIO() if quiet == "file" else Terminal())

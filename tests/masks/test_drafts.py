@@ -87,7 +87,7 @@ def remote_keys(plan: Plan, first: int) -> Tensor:
 
 @given(drafts(), st.integers(1, 5), st.integers(1, 5), st.sampled_from([*tritoncp.balancers]))
 def test_keys_of_drafts_are_where_their_queries_are(case, size: int, world: int, balancer: str) -> None:
-    """Also where a draft is in two blocks of queries: then both of its parts are with their queries."""
+    """This holds also if a draft is in two blocks of queries: then both parts are with their queries."""
     lengths, anchors, block = case
     n, rows = sum(lengths), len(anchors) * block
     mask = create_block_mask(
@@ -115,7 +115,7 @@ def test_a_draft_model_of_128_anchors_sends_no_key_of_a_draft(balancer: str) -> 
 
 
 def test_block_diffusion_on_eight_ranks_sends_no_corrupted_key() -> None:
-    """And at most half of what a full gather sends."""
+    """They send at most half the rows of a full gather."""
     mask = create_block_mask(block_diffusion(4096, 32), 1, 1, 8192, 8192)
     for balancer, share in (("ptrr", 0.48), ("locality", 0.40)):
         plan = tritoncp.make_plan(mask, world_size=8, balancer=balancer, schedule="fetch")

@@ -1,4 +1,4 @@
-"""Mask expressions are the masks they name, nothing in them is run, and mistakes name the part."""
+"""Mask expressions are the masks they name, no code in them is run, and errors name the wrong part."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_operators_bind_as_in_python_and_closed_forms_stay_closed(monkeypatch) -
     assert mask_of("window(1024G)").window == (1 << 40, 0)
 
 
-def test_a_mask_mod_of_ones_own(tmp_path, monkeypatch) -> None:
+def test_a_mask_mod_of_the_user_is_imported(tmp_path, monkeypatch) -> None:
     (tmp_path / "mine.py").write_text(
         "def near(b, h, q, kv):\n    return (q - kv).abs() < 3\nwidth = 3\n"
         "def odd():\n    pass\nodd.__signature__ = 3\n"

@@ -94,7 +94,9 @@ def assert_interval_exact(mask: Mask, masked: Tensor, visible: Tensor) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 100])
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_the_size_of_evaluated_chunks_does_not_affect_a_mask(
+    monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
     for limit in ("PAIRS", "_TILES", "_BLOCKS", "_UNMERGED_TILES"):
         monkeypatch.setattr(classify, limit, chunk)
     for seed in range(5):
@@ -180,10 +182,10 @@ def test_rows_have_intervals_if_their_masked_blocks_hide_no_key_between(seed, ge
 
 @pytest.mark.parametrize("block", [255, 256, 257])
 def test_intervals_end_at_the_last_key_of_a_block(block: int) -> None:
-    """Keys of an evaluated block are numbered in a type that has room for them all."""
+    """Keys of an evaluated block are numbered in a type that holds all of them."""
 
     def compared_by_steps(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return torch.stack([q, kv]).max(0).values == q  # no comparison of a query's value with a key's
+        return torch.stack([q, kv]).max(0).values == q  # query and key are not compared
 
     mask = create_block_mask(compared_by_steps, 1, 1, 2 * block, 2 * block, BLOCK_SIZE=block)
     lo, hi = mask.with_intervals().interval

@@ -66,13 +66,13 @@ def forest(n: int) -> list[int]:
 
 
 def comb(n: int) -> list[int]:
-    """Return the parents of one long path, from each segment of which a leaf hangs."""
+    """Return the parents of one long path with a leaf at each segment."""
     return [i - 1 if i % 2 else i - 2 if i else -1 for i in range(n)]
 
 
 def walk(n: int) -> list[int]:
-    """Return the parents of a random tree of paths that go on and back by turns: rows of blocks see thousands
-    of ranges."""
+    """Return the parents of a random tree whose paths alternately grow and go back: rows of blocks see
+    thousands of ranges."""
     back, path, parent = (
         torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(0)).tolist(),
         [],

@@ -1,4 +1,4 @@
-"""Row intervals of mask_mods: exact wherever they are found, found for masks that people write, and cheap."""
+"""Row intervals of mask_mods: they are exact, cheap, and found for masks that people write."""
 
 import pytest
 import torch
@@ -115,14 +115,14 @@ def assert_sorted(intervals: Tensor) -> None:
     assert bool(((hi[:, :, :-1] < lo[:, :, 1:]) | (lo[:, :, 1:] == KEYS)).all())
 
 
-def test_a_comparison_may_read_no_query() -> None:
+def test_a_comparison_may_depend_only_on_keys() -> None:
     mask = tritoncp.create_block_mask(lambda b, h, q, kv: torch.where(q > 5, q, kv) == kv, 1, 1, ROWS, KEYS)
     assert mask.row_intervals()[0, 0, :, [0, 5, 6]].T.tolist() == [[0, KEYS], [0, KEYS], [6, 7]]
 
 
 @pytest.mark.parametrize("name", everyday_masks(2048))
 def test_everyday_masks_are_found_as_intervals(name: str) -> None:
-    """With torch's blocks, which masks without a list have too."""
+    """Masks have torch's blocks, with a list or without."""
     mod, length, heads, most = (item := everyday_masks(2048)[name]).mod, item.length, item.H, item.most
     mask = tritoncp.create_block_mask(mod, item.B, heads, length, length, BLOCK_SIZE=64)
     torchs = flex.create_block_mask(mod, item.B, heads, length, length, device="cpu", BLOCK_SIZE=64)
@@ -151,7 +151,9 @@ def test_intervals_take_no_evaluated_pair(name: str, evaluated_pairs: list[int])
 
 
 @pytest.mark.parametrize("name", [name for name, item in everyday_masks(2048).items() if not item.most])
-def test_other_masks_take_pairs_and_calls_as_their_edges(name: str, evaluated_pairs: list[int]) -> None:
+def test_other_masks_evaluate_pairs_in_proportion_to_their_edges(
+    name: str, evaluated_pairs: list[int]
+) -> None:
     """Four times the tokens take at most about four times the pairs and the calls."""
     few, many = (count_work(name, length, evaluated_pairs) for length in (1 << 16, 1 << 18))
     assert sum(many) <= 5 * sum(few) and sum(many) <= 256 << 18
@@ -171,7 +173,7 @@ def test_vectors_of_captures_on_a_device_are_copied_at_once(monkeypatch: pytest.
         assert len(copies) == 1, name
 
 
-def test_more_intervals_than_a_list_has_are_no_list() -> None:
+def test_rows_with_too_many_intervals_have_no_list() -> None:
     lo = 2 * torch.arange(MOST + 1, dtype=torch.int32)[:, None, None].expand(-1, 1, 3)
     first, rest = (RowIntervals.sorted(x, x + 1, 40) for x in (lo[:MOST], lo[MOST:]))
     assert first.unite(rest) is None and first.unite(first) is not None

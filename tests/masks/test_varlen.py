@@ -83,7 +83,7 @@ def test_torch_builds_the_same_mask_from_the_mask_mod() -> None:
 
 
 def test_a_million_tokens_in_ten_thousand_documents() -> None:
-    """Nothing is done for each document, and nothing of the size of the dense mask is made."""
+    """There is no loop over documents, and no tensor of the size of the dense mask."""
     tokens = torch.randint(0, 200, (10_000,), generator=torch.Generator().manual_seed(1))
     rows = (tokens + 15) // 16 * 16
     mask = varlen_mask(
@@ -99,7 +99,7 @@ def test_a_million_tokens_in_ten_thousand_documents() -> None:
 
 
 def in_a_world(x: Packed, plan: tritoncp.Plan) -> Answer:
-    """Every rank's shard of the plan as a leaf of its own, NaN in its padding."""
+    """Every rank's shard of the plan as a separate leaf, with NaN in its padding."""
     world = simulate(plan.world_size)
     sides = ("q", "kv", "kv", "q", "q")
     shards = [world.shard(t, plan, dim=0, side=side, batch_dim=None, pad=NAN) for t, side in zip(x, sides)]
@@ -244,7 +244,7 @@ def test_a_call_with_the_same_tensors_copies_nothing(host_copies: list[int]) -> 
 
 @pytest.mark.usefixtures("cpu_engine")
 def test_scores_scale_and_sinks_go_through() -> None:
-    """As flex_attention on the same rows; score_mod sees places in the buffer."""
+    """Results equal flex_attention on the same rows; score_mod gets places in the buffer."""
     docs = LAYOUTS["packed"]
     x, sinks = buffers(docs), torch.randn(4, dtype=F64)
 

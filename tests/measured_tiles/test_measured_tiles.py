@@ -34,7 +34,7 @@ def test_calls_use_measured_tiles_and_options_override_them(places, launched):
     assert dict(launched)["forward"] == 64
 
 
-def test_calls_with_a_score_mod_and_fused_ones_take_their_own(places, launched):
+def test_calls_with_a_score_mod_and_fused_calls_use_separate_tiles(places, launched):
     measured = [entry(16), entry(64, score="softcap"), entry(32, "fused", score="alibi")]
     tile_tables.write(places / "user", CPU, measured, {})
 
@@ -92,7 +92,8 @@ def kernels(launched):
 
 
 def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkeypatch):
-    """Only calls that request a route warn about it. The loops stand in for the route, which is compiled."""
+    """Only calls that request a route warn about it. The loops replace the route, which needs compiled
+    kernels."""
     loops, obstacles, steps = ["forward"], ["in the way"], []
 
     def launch(own, *args):

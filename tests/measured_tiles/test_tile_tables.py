@@ -44,7 +44,7 @@ def test_the_nearest_file_with_an_entry_wins(places):
     assert blocks() == {"forward": 16 << 6 % 4, "dq": 64}
 
 
-def test_a_dash_looks_nowhere(places, monkeypatch):
+def test_a_dash_as_folder_reads_no_file(places, monkeypatch):
     put(places / "user", 16, CPU)
     assert tile_lookup.local_table(torch.device("cpu"))
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
@@ -68,7 +68,7 @@ def test_a_dash_looks_nowhere(places, monkeypatch):
     ids=["torn", "empty", "tile", "dtype", "route", "list", "nested", "brackets", "bytes", "digits"],
 )
 @pytest.mark.bar(24)
-def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
+def test_an_invalid_file_is_named_and_skipped(places, text):
     put(places / "user", 64)
     path = tile_tables.path_in(places / "given", H200)
     path.parent.mkdir(parents=True)
@@ -77,7 +77,7 @@ def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
         assert blocks() == {"forward": 64}
 
 
-def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):
+def test_a_mask_that_was_not_measured_uses_tiles_of_the_nearest_kind(places):
     put(places / "user", 16, CPU)
     cpu = torch.device("cpu")
     for mask, expected in (("causal", 16), ("full", 16), ("interval", 16), ("mod", 16), ("window", None)):
@@ -205,7 +205,7 @@ def test_a_lock_held_by_another_process_is_an_error(places, monkeypatch):
     with pytest.raises(TimeoutError, match=r"nvidia-h200.*is not written.*\.lock for 0\.2 s.*run again"):
         tile_tables.write(places / "user", H200, [entry(16)], {})
     assert not path.exists()
-    holder.kill()  # its lock ends with it
+    holder.kill()  # the lock is released when the process ends
     holder.join()
     tile_tables.write(places / "user", H200, [entry(16)], {})
     assert blocks() == {"forward": 16}

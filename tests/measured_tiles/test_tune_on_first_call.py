@@ -21,7 +21,7 @@ from tritoncp.tuning import command, search
 
 __all__ = ["launched", "places"]  # fixtures
 
-# What stands for the command: writes 16 x 32 tiles for what it is told to tune, or fails in some way.
+# Replaces the command: writes 16 x 32 tiles for its targets, or fails in some way.
 STUB = """
 import json, os, pathlib, sys, time
 words, folder = dict(zip(sys.argv[1::2], sys.argv[2::2])), pathlib.Path(os.environ["TRITONCP_CONFIG_DIR"])
@@ -99,7 +99,7 @@ def test_nothing_is_tuned_unless_requested(stub, monkeypatch):
 )
 @pytest.mark.filterwarnings("ignore:TRITONCP_AUTOTUNE")
 @pytest.mark.filterwarnings("ignore:.*is not a file of tritoncp autotune")
-def test_tuning_that_fails_costs_a_call_nothing_but_time(places, stub, launched, monkeypatch, how, said):
+def test_a_call_after_failed_tuning_has_the_same_results(places, stub, launched, monkeypatch, how, said):
     monkeypatch.setenv("STUB", how)
     monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.5s")
     if how == "no program":
@@ -143,7 +143,7 @@ def test_a_call_continues_after_waiting_too_long_for_another_process(stub, place
     assert stub() == []
 
 
-def test_the_command_measures_where_the_call_is(monkeypatch):
+def test_the_command_tunes_the_device_of_the_call(monkeypatch):
     """Only this device is visible to the command: the GPUs of other ranks are busy."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     cuda_device, first = torch.device("cuda"), torch.device("cuda", 0)

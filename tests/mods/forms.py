@@ -28,7 +28,7 @@ FORMS: dict[str, dict[str, str]] = TABLE["fingerprinted"] | RECORDED
 
 
 def make_form(name: str) -> Form:
-    """Return ``scale`` and ``edit`` of a form, with state of their own."""
+    """Return ``scale`` and ``edit`` of a form, with separate state."""
     form = FORMS[name]
     scale = f"def scale(x): return x * {form['value']}" if "value" in form else ""
     lines = [form["statements"], scale, f"def edit(): {form['edit']}", "return scale, edit"]

@@ -1,4 +1,4 @@
-"""Emitted source as modules in memory: what reads the text, copies for profilers, lifetime of modules."""
+"""Emitted source as modules in memory: readers of the text, copies for profilers, lifetime of modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def source(number: int) -> str:
     return f'"""A module."""\n\nVALUE = {number}\n\n\ndef fail():\n    return 1 // 0\n'
 
 
-def test_text_is_readable_without_a_file() -> None:
+def test_the_source_of_a_module_is_readable_without_a_file() -> None:
     module = source_cache.load(source(3))
     assert module.VALUE == 3 and source_cache.load(source(3)) is module
     assert inspect.getsource(module) == source(3) and not os.path.exists(module.__file__ or "")
@@ -38,7 +38,7 @@ def test_text_is_readable_without_a_file() -> None:
     assert "def mask_mod" in inspect.getsource(source_cache.load(made.source).mask_mod.fn)
 
 
-def test_a_module_goes_with_its_functions() -> None:
+def test_a_module_is_freed_with_its_functions() -> None:
     functions = [source_cache.load(JITTED.format(n)).add for n in range(60)]
     refs = [weakref.ref(function.fn) for function in functions]
     paths = [function.fn.__code__.co_filename for function in functions]
@@ -67,7 +67,7 @@ def count_kept() -> dict[str, int]:
 @pytest.mark.parametrize("change", ["captured number", "code"])
 @pytest.mark.parametrize("engine", ["cpu", "kernels"], indirect=True)
 @pytest.mark.bar(17)
-def test_calls_with_new_closures_keep_nothing(
+def test_calls_with_new_closures_keep_nothing_alive(
     change: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = {"captured number": 256, "code": 2}[change]  # a translation is shared where the code is the same
@@ -89,7 +89,7 @@ def test_calls_with_new_closures_keep_nothing(
     assert [name for name in before if after[name] > before[name]] == []
 
 
-def test_a_module_of_compiled_functions_goes_with_them() -> None:
+def test_a_module_of_compiled_functions_is_freed_with_them() -> None:
     code = f"""
 import gc, weakref
 from tritoncp.mods import source_cache

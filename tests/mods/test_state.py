@@ -331,7 +331,7 @@ def test_a_mask_mod_that_counts_its_calls_is_not_refused() -> None:
     assert calls[0]
 
 
-def test_a_module_beside_the_mod_is_not_taken_for_pythons(
+def test_a_users_module_with_the_name_of_pythons_is_not_taken_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`from .math import SCALE` inside of a mod reads state; `import math` does not."""

@@ -1,4 +1,4 @@
-"""Tests of tracing on the host: equal to torch's own tracing."""
+"""Tests of tracing on the host: equal to torch's tracing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def lines(graph: torch.fx.GraphModule | None) -> list[Any] | None:
 
 
 def graph_of_torch(mask_mod: Callable[..., Any]) -> torch.fx.GraphModule | None:
-    """Trace as `graph_of` does, by torch's own tracer and indexing."""
+    """Trace like `graph_of`, by torch's tracer and indexing."""
     try:
         with torch.no_grad(), TransformGetItemToIndex():
             graph = make_fx(mask_mod)(*torch.zeros(4, dtype=torch.int64))

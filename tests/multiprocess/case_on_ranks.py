@@ -14,7 +14,7 @@ from tests.multiprocess import ranks
 
 
 def on_rank(group: Any, case: Case, mesh_of: Callable[[Any], Any]) -> Answers:
-    """Return the answers for the whole, on every rank alike."""
+    """Return the answers for the whole, equal on every rank."""
     mesh = mesh_of(group)
     plan = tritoncp.make_plan(case.block_mask(), mesh, balancer=case.balancer, schedule=case.schedule)
 
@@ -22,7 +22,7 @@ def on_rank(group: Any, case: Case, mesh_of: Callable[[Any], Any]) -> Answers:
         own = (tritoncp.shard(x, plan, dim=2, side=side) for x, side in zip((q, k, v), SIDES))
         score, options = case.score_mod(learned), {"enable_gqa": True, "return_aux": AUX, "mesh": mesh}
         out, aux = tritoncp.flex_attention(*own, score, plan, case.scale, **options)
-        # Every rank computes the whole loss: own shards take their slice of its gradient.
+        # Every rank computes the whole loss: its shards take their slice of the gradient.
         return [tritoncp.unshard(x, plan, mesh, dim=2, grad="slice") for x in (out, aux.lse, aux.max_scores)]
 
     result = answers(case, tensors(case), call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -18,13 +19,13 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # before a fork: each rank would load it anew, for seconds
 import torch.distributed as dist
 
 from tritoncp.core.processes import use_loopback_interface
@@ -36,11 +37,17 @@ if not torch.cuda.is_available():
     torch.ones((), requires_grad=True).backward()
 
 
+# The timeout of groups for which no test waits, and of whole runs: a busy machine may stop a rank for long.
+PATIENCE = timedelta(seconds=240)
+
+
 class RankFailed(AssertionError):
     """Raised where a rank died or did not answer in time."""
 
 
-def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+def run(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = PATIENCE.total_seconds()
+) -> list[Any]:
     """Run ``fn(group, *args)`` on every rank of a new gloo world, CPU only; return the results, by rank.
 
     group: the world's ProcessGroup; ``group.rank()`` is the rank of the process. Results come back pickled.
@@ -49,6 +56,7 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 24
 
     fn may be a closure; :func:`attempt` in it returns the errors of all ranks of a failing call.
     """
+    load_compiler()
     with tempfile.TemporaryDirectory() as folder:
         children, pipes = {}, {}
         try:
@@ -62,10 +70,17 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 24
             return _collect(pipes, world_size, time.monotonic() + timeout)
         finally:
             for pid in children.values():
-                os.kill(pid, signal.SIGKILL)  # a child that has ended is still ours to wait for
+                os.kill(pid, signal.SIGKILL)  # a child that has ended still has to be waited for
                 os.waitpid(pid, 0)
             for pipe in pipes:
                 pipe.close()
+
+
+@cache
+def load_compiler() -> None:
+    """Compile a function in this process, before its first fork: each rank that compiles would spend a second
+    on what Dynamo and AOTAutograd import and keep at their first graph."""
+    torch.compile(lambda x: (x.sin() @ x).sum(), backend="aot_eager")(torch.eye(2, requires_grad=True))
 
 
 def run_program(world_size: int, path: Path, result: Callable[[dict[str, Any], str], Any]) -> list[Any]:
@@ -146,8 +161,8 @@ def outcomes(
 ) -> list[Outcome]:
     """How every rank of a new gloo world ends that runs ``fn(group)``: for ranks that die, stop or raise.
 
-    timeout: the group's, in seconds. A rank that has not ended after ``wait`` seconds is ended here, and the
-    faulty rank, where it does not end by itself, a moment after all others.
+    timeout: the group's, in seconds. A rank that has not ended after ``wait`` seconds is ended here; the
+        faulty rank, if it does not end by itself, a moment after all others.
     """
     with tempfile.TemporaryDirectory() as folder:
         children, ended = {}, {}
@@ -218,6 +233,7 @@ def _collect(pipes: dict[Connection, int], world_size: int, deadline: float) -> 
 
 def _join(rank: int, world_size: int, path: Path, timeout: float) -> None:
     """Make the gloo world of forked ranks, whose store is a file."""
+    gc.freeze()  # a collection would write to all memory that a rank shares with its parent
     if inductor := sys.modules.get("torch._inductor.async_compile"):
         inductor.AsyncCompile.pool.cache_clear()  # a fork lacks the threads of its parent
     use_loopback_interface()
@@ -232,7 +248,7 @@ def _child(
 ) -> None:  # fmt: skip
     """Run one rank; never returns."""
     signal.alarm(int(timeout) + 10)  # an orphan ends by itself
-    faulthandler.dump_traceback_later(0.9 * timeout, file=sys.__stderr__)  # of a rank that hangs
+    faulthandler.dump_traceback_later(0.9 * timeout, file=sys.__stderr__)  # the stack of a rank that hangs
     try:
         _join(rank, world_size, store, timeout)
         message = _packed(True, fn(dist.group.WORLD, *args), "")

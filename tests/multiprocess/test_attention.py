@@ -1,4 +1,4 @@
-"""Real ranks, each with its own process: cases of PyTorch's matrix, and rows of our own."""
+"""Real ranks, each in a separate process: cases of PyTorch's matrix, and further rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tritoncp.distributed.schedules import SCHEDULES
 
 F64 = torch.float64
 CLOSE = {"atol": 2e-6, "rtol": 1e-5}
-GRADS_CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # theirs are compared with float32, whose rounding they share
+GRADS_CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # compared with float32, which rounds alike
 
 
 @pytest.mark.parametrize(
@@ -46,5 +46,5 @@ CASES = {
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize(("name", "dtype"), zip(CASES, (torch.bfloat16, F64, torch.float32)), ids=str)
 @pytest.mark.bar(12)
-def test_processes_answer_as_the_oracle(name: str, dtype: torch.dtype) -> None:
+def test_processes_have_the_results_of_the_reference(name: str, dtype: torch.dtype) -> None:
     check_ranks(*(replace(CASES[name], schedule=schedule, dtype=dtype) for schedule in SCHEDULES))

@@ -21,18 +21,18 @@ import tritoncp
 from tests.chunking import models
 from tests.distributed.test_profiler_ranges import LOCAL, ranges
 from tests.multiprocess import ranks
-from tests.planning.memory_meter import sent_bytes
+from tests.report.sent_bytes import sent_bytes
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan
 from tritoncp.chunking import Pass, chunk, mark, order, predict_timeline
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.streams import costs
 from tritoncp.chunking.streams.storages import hint
 from tritoncp.distributed import collectives
-from tritoncp.planning.cost import NVLINK
+from tritoncp.planning.hardware import NVLINK
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 B, S, CHUNKS = 4, 64, 2
-IDS = torch.tensor([[0] * 20 + [1] * 44, [0] * 50 + [1] * 14] * 2)  # of each batch row
+IDS = torch.tensor([[0] * 20 + [1] * 44, [0] * 50 + [1] * 14] * 2)  # for each batch row
 MASKS = {"causal": causal, "documents": lambda: and_masks(causal(), document(ids=IDS))}
 
 
@@ -57,7 +57,7 @@ class Messages:
 
 
 def step(group: Any, model: Any, call: Any, plan: Any, dim: str = "") -> tuple[dict[str, Tensor], Messages]:
-    """Run one training step on this rank's shard, of which ``dim`` is marked."""
+    """Run one training step on this rank's shard, whose dimension ``dim`` is marked."""
     g = torch.Generator().manual_seed(1)
     x, turn, grad = (torch.randn(*size, generator=g) for size in ((B, S, 16), (S, 4), (B, S, 16)))
     x, grad = (tritoncp.shard(one, plan, dim=1) for one in (x, grad))
@@ -123,8 +123,8 @@ def every_case(group: Any, *cases: Any) -> list[Any]:
 
 @pytest.mark.long
 def test_chunks_share_one_exchange_of_keys_or_repeat_it() -> None:
-    """Answers are those of the whole, messages no more, and both ranks order their nodes alike; a ring's
-    chunks repeat its messages if they are told to."""
+    """Answers equal the whole, there are no more messages, and both ranks order their nodes in the same way;
+    a ring's chunks repeat its messages if requested."""
     cases = (
         ("allgather", "causal", "head_tail", "seq", False),
         ("fetch", "documents", None, "seq", False),
@@ -184,7 +184,7 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool, dty
         results = tritoncp.flex_attention(*leaves, None, plan, enable_gqa=True, return_lse=True, mesh=group)
         count = 2 if with_lse else 1
         dq, *dkv = torch.autograd.grad(results[:count], leaves, grads[:count])
-        return *results, dq.flatten(2).sin().view(dq.shape), *dkv  # by a size that backward alone has
+        return *results, dq.flatten(2).sin().view(dq.shape), *dkv  # by a size that only the backward pass has
 
     gm = traced_passes(step, tensors)
     want, seconds, pairs = gm(*tensors), attention_seconds(gm), attention_seconds(gm, by_plans=False)
@@ -222,7 +222,7 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool, dty
     ids=["all keys", "fetched", "fetched by batch row"],
 )
 def test_chunks_that_share_keys_compute_and_take_what_the_whole_does(case: Any) -> None:
-    """Where each batch row, or all batch rows together, fetch keys, and with all keys on each rank."""
+    """Cases: each batch row fetches keys, all batch rows fetch keys together, or each rank has all keys."""
     ranks.run(2, share_one_exchange, *case)
 
 
@@ -255,8 +255,8 @@ def sines_attend(plan: Any, group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def compute_again(group: Any, cases: Any) -> None:
-    """Compare one attention in chunks that a checkpoint has, by policy and partitioner, with the whole one:
-    results, and messages."""
+    """Compare one attention in chunks inside a checkpoint, by policy and partitioner, with the whole one:
+    results and messages."""
     generator = torch.Generator().manual_seed(1)
     for at, (policy, partition) in enumerate(cases):
         schedule = ("fetch", "allgather", "allgather")[at % 3]
@@ -287,7 +287,7 @@ def compute_again(group: Any, cases: Any) -> None:
     ids=["some policies", "all policies"],
 )
 def test_attention_that_a_checkpoint_computes_again_sends_its_keys_once_more(cases):
-    """The checkpoint keeps rows of chunks alone: no keys of all chunks, or of other ranks."""
+    """The checkpoint keeps only rows of chunks: no keys of all chunks, or of other ranks."""
     ranks.run(2, compute_again, cases)
 
 

@@ -47,7 +47,7 @@ class LatentAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """A shared expert, and routed experts of which each rank has a half. A token's row travels to the rank of
+    """A shared expert, and routed experts, half of them on each rank. A token's row travels to the rank of
     its expert, and back: how many rows each rank sends depends on the data."""
 
     group: Any = None  # the ranks, set once in each process

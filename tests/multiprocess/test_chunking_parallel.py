@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def run_fsdp(group: Any) -> Any:
 
 
 def test_fsdp2_gathers_parameters_once_for_all_chunks():
-    for (got, sent), (want, sent_eagerly), joined in ranks.run(2, run_fsdp):
+    for (got, sent), (want, sent_eagerly), joined in run_on_two_ranks()["fsdp"]:
         assert all(map(torch.equal, got, want))
         assert sent == sent_eagerly and sent["c10d::_allgather_base_"] > 0
         assert joined == [{"cat": 2, "sum": 2}]
@@ -107,22 +108,27 @@ def test_tensor_parallel_layers_are_cut_and_sum_the_tokens_of_a_chunk_between_ra
         assert joined["sum"] == 3
 
 
-def run_sequence_parallel(group: Any, dim: str) -> Any:
+def run_sequence_parallel(group: Any, dim: str, chunks: int) -> Any:
     torch.manual_seed(0)
     mesh, model = init_device_mesh("cpu", (2,)), Model(FeedForward())
     whole = copy.deepcopy(model)
     for layers in (model.layers, whole.layers):
         parallelize_module(layers[0], mesh, SEQUENCE_PARALLEL)
     x = torch.randn(7, 7, WIDTH) + group.rank()
-    want = step(in_chunks(whole, 3, dim), x)
-    mark(x, ("batch", "seq").index(dim), 3)
-    got = step(compiled(model, lambda gm: chunk(gm, dim=dim, chunks=3)), x)
+    want = step(in_chunks(whole, chunks, dim), x)
+    mark(x, ("batch", "seq").index(dim), chunks)
+    got = step(compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks)), x)
     return got, want
 
 
-@pytest.mark.parametrize("dim", [pytest.param("batch", marks=pytest.mark.long), "seq"])
-def test_chunks_of_sequence_parallel_layers_gather_their_rows(dim):
-    for got, want in ranks.run(2, run_sequence_parallel, dim):
+@pytest.mark.parametrize(
+    ("dim", "chunks"),
+    [("seq", 2), *(pytest.param(dim, 3, marks=pytest.mark.long) for dim in ("batch", "seq"))],
+)
+def test_chunks_of_sequence_parallel_layers_gather_their_rows(dim, chunks):
+    few = chunks == 2
+    results = run_on_two_ranks()["seq"] if few else ranks.run(2, run_sequence_parallel, dim, chunks)
+    for got, want in results:
         assert all(map(torch.equal, got, want)) and len(got) == 6
 
 
@@ -140,4 +146,13 @@ def run_gathered_attention(group: Any) -> str:
 
 
 def test_gathers_of_rows_for_attention_are_refused_by_sequence():
-    assert all("node all_gather_into_tensor" in said for said in ranks.run(2, run_gathered_attention))
+    assert all("node all_gather_into_tensor" in said for said in run_on_two_ranks()["gathered"])
+
+
+@cache
+def run_on_two_ranks() -> dict[str, Any]:
+    """Return the results of both ranks for tests that are not long, from one start of ranks."""
+    in_sequence = partial(run_sequence_parallel, dim="seq", chunks=2)
+    parts = {"fsdp": run_fsdp, "seq": in_sequence, "gathered": run_gathered_attention}
+    results = ranks.run(2, lambda group: [part(group) for part in parts.values()])
+    return dict(zip(parts, zip(*results), strict=True))

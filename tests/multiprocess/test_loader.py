@@ -1,4 +1,4 @@
-"""Plans made in a data loader's worker: pickled across, and the same as one made in place."""
+"""Plans made in a data loader's worker: they are pickled, and equal plans made in place."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def qkv(step: int) -> list[Tensor]:
 
 
 def trained(group: Any, schedule: str) -> list[list[Tensor]]:
-    """Output and gradients of every step with plans of a worker of this rank's, and with plans made here."""
+    """Return output and gradients of every step, with plans from this rank's worker and with plans made
+    here."""
     results = []
     for step, plan in enumerate(plans_from_a_worker(Steps(group.size(), group.rank(), schedule))):
         local = tritoncp.make_plan(mask_of(PACKED[step]), group, schedule=schedule)
@@ -77,7 +78,7 @@ def trained(group: Any, schedule: str) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(("world_size", "schedule"), [(1, "auto"), (2, "ring"), (2, "fetch")])
-def test_ranks_use_what_their_workers_made(world_size: int, schedule: str) -> None:
+def test_ranks_use_the_plans_of_their_loaders_workers(world_size: int, schedule: str) -> None:
     for answers in ranks.run(world_size, trained, schedule):
         for step, (shipped, local) in enumerate(zip(answers[::2], answers[1::2], strict=True)):
             assert all(map(torch.equal, shipped, local))
@@ -100,7 +101,7 @@ def compiled(group: Any) -> tuple[bool, list[Tensor]]:
 
 
 @pytest.mark.long
-def test_a_compiled_ring_uses_what_a_worker_made() -> None:
+def test_a_compiled_ring_uses_a_plan_of_a_loaders_worker() -> None:
     x = [t.requires_grad_() for t in qkv(0)]
     out = dense_attention(*x, mask_of(PACKED[0])).out
     want = out.detach(), *torch.autograd.grad(out.square().sum(), x)
@@ -110,7 +111,7 @@ def test_a_compiled_ring_uses_what_a_worker_made() -> None:
             torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
 
 
-def test_a_long_plan_is_small_when_pickled() -> None:
+def test_a_pickled_plan_of_a_long_sequence_is_small() -> None:
     """A pickled plan takes twelve bytes a token and a little for the blocks, cached tables or not."""
     size = 1 << 20
     packed = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(lengths=[size // 64] * 64))
@@ -124,8 +125,8 @@ def test_a_long_plan_is_small_when_pickled() -> None:
     assert loaded.digest == plan.digest and loaded.q is loaded.kv
 
 
-def test_a_plan_takes_few_files_across() -> None:
-    """A worker hands every tensor over in a file of its own, and a process may have about a thousand open."""
+def test_a_plan_is_passed_to_a_process_in_few_files() -> None:
+    """A worker passes every tensor in a separate file, and a process may have about a thousand open."""
     mask = mask_of(PACKED[0])
     counts = []
     for world_size in (2, 90):

@@ -1,10 +1,9 @@
-"""The first call of each signature is compared, later ones are looked up; caches of groups are their own."""
+"""The first call of each signature is compared, later ones are looked up; groups have separate caches."""
 
 from __future__ import annotations
 
 import functools
 import pickle
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tritoncp
-from tests.multiprocess.ranks import attempt, run
+from tests.multiprocess.ranks import PATIENCE, attempt, run
 from tritoncp.call import plan_cache
 from tritoncp.call.prepare import MAX_SCALES
 from tritoncp.distributed import collectives
@@ -86,15 +85,15 @@ DIFFERENCES: dict[str, tuple[str, tuple[Any, Any], tuple[str, str]]] = {
 
 @pytest.mark.bar(18)
 def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
-    """Each in a group of its own, with a plan and with a raw mask, and after a call that agrees, unless rank
-    0's is the same."""
+    """Each runs in a separate group, with a plan and with a raw mask, and after a call that agrees, unless
+    rank 0's is the same."""
 
     def work(group: Any) -> list[tuple[str, str]]:
         said = []
         for name, (_, values, _) in DIFFERENCES.items():
             own = {name: values[group.rank()]}
             sizes, options = (SIZES | own, {}) if name in SIZES else (SIZES, own)
-            few = dist.new_group(timeout=timedelta(seconds=20))
+            few = dist.new_group(timeout=PATIENCE)
             for mask in (tritoncp.make_plan(mask_of(), few), mask_of()):
                 go = functools.partial(attend, mask, few, enable_gqa=True)
                 if name not in ("return_lse", "sinks"):
@@ -102,7 +101,7 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
                 said.append((name, attempt(lambda: go(shards(**sizes), **options))))  # noqa: B023
         return said
 
-    for said in run(2, work, timeout=120):
+    for said in run(2, work):
         for name, text in said:
             field, _, texts = DIFFERENCES[name]
             assert text.startswith(f"Disagreement: the ranks differ in {field}: rank 0 against rank 1"), text
@@ -132,12 +131,12 @@ def test_a_compiled_call_is_compared_too() -> None:
         score = [softcap, halved][group.rank()]
         return attempt(lambda: fast(*shards(), score, plan, mesh=group))
 
-    for text in run(2, work, timeout=120):
+    for text in run(2, work):
         assert "the ranks differ in score_mod: rank 0 against rank 1" in text
 
 
 def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> None:
-    """Lengths of shards, and captures of a score_mod: numbers, tensors, learned tensors."""
+    """These are lengths of shards, and captures of a score_mod: numbers, tensors, learned tensors."""
 
     def work(group: Any) -> tuple[list[int], Tensor]:
         whole = torch.randn(1, 2, S, 16, generator=torch.Generator().manual_seed(1))
@@ -170,7 +169,7 @@ def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> Non
         counts = [count_exchanges(call) for call in (with_floats, with_learned, with_scales, uneven)]
         return counts, outs[-1]
 
-    (counts, first), (second_counts, second) = run(2, work, timeout=120)
+    (counts, first), (second_counts, second) = run(2, work)
     assert counts == second_counts and counts[:2] == [1, 1]
     assert counts[2] == MAX_SCALES, "a scale that changes at every step is not compared for ever"
     assert counts[3] == 2 * 3 + 1  # three plans of new masks, one signature
@@ -180,14 +179,15 @@ def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> Non
 
 
 def test_parts_of_a_batch_are_compared_by_their_rows() -> None:
-    """Each part once, although all of them have one shape; ranks that begin with different parts raise."""
+    """Each part is compared once, although all parts have one shape; ranks that begin with different parts
+    raise."""
 
     def work(group: Any) -> tuple[list[int], str]:
         mask = tritoncp.create_block_mask(lambda b, h, q, kv: q >= kv + b, 2, 1, S, S, BLOCK_SIZE=8)
         parts = [tritoncp.make_plan(mask, group).batch_rows(row, 1) for row in (0, 1)]
         call = lambda part, group: tritoncp.flex_attention(*shards(), part, group)  # noqa: E731
         counts = [count_exchanges(lambda i=i: call(parts[i], group)) for i in (0, 1, 0, 1)]
-        few = dist.new_group(timeout=timedelta(seconds=20))
+        few = dist.new_group(timeout=PATIENCE)
         own = tritoncp.make_plan(mask, few).batch_rows(group.rank(), 1)
         return counts, attempt(lambda: call(own, few))
 
@@ -197,7 +197,8 @@ def test_parts_of_a_batch_are_compared_by_their_rows() -> None:
 
 
 def test_plans_of_data_loaders_are_compared_at_their_first_use() -> None:
-    """Without hashing anything there: the digest comes with the plan. Those of the group were compared."""
+    """Nothing is hashed for it: the digest comes with the plan. Plans made by the group were compared
+    before."""
 
     def shipped(group: Any, limit: int) -> tritoncp.Plan:
         mask = mask_of(Below(limit))
@@ -218,7 +219,7 @@ def test_plans_of_data_loaders_are_compared_at_their_first_use() -> None:
 
 
 class Below(MaskMod):
-    """A mask_mod with a value in its partial blocks alone, that can be pickled."""
+    """A mask_mod that can be pickled, with a value that matters only in partial blocks."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -248,12 +249,12 @@ def local_calls(group: Any, count: int) -> tuple[list[int], int]:
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_calls_of_one_rank_evict_no_plan_of_a_group(count: int) -> None:
     tritoncp.plan_cache_clear()
-    (first, plans), (second, _) = run(2, local_calls, count, timeout=20 + count / 5)
+    (first, plans), (second, _) = run(2, local_calls, count)
     assert first == second == [3, 0]
     assert plans == tritoncp.plan_cache_info().most + 1  # of this process alone, and the group's
 
 
-def test_plans_of_a_group_are_evicted_alike_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_evicts_the_same_plans_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "MAX_PLANS", 4)
 
     def work(group: Any) -> list[int]:
@@ -266,10 +267,10 @@ def test_plans_of_a_group_are_evicted_alike_on_every_rank(monkeypatch: pytest.Mo
             counts.append(count_exchanges(lambda m=mask: tritoncp.flex_attention(q, q, q, m, group)))
         return counts[-2:]
 
-    assert run(2, work, timeout=120) == [[2, 0]] * 2
+    assert run(2, work) == [[2, 0]] * 2
 
 
-def test_a_group_made_anew_shares_nothing_with_the_one_before(tmp_path: Path) -> None:
+def test_a_new_group_shares_nothing_with_a_destroyed_one(tmp_path: Path) -> None:
     def work(group: Any) -> list[int]:
         mask, rank, counts = mask_of(), group.rank(), []
         store = dist.FileStore(str(tmp_path / "again"), 2)
@@ -288,11 +289,11 @@ def test_a_group_made_anew_shares_nothing_with_the_one_before(tmp_path: Path) ->
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_ranks_may_be_in_different_numbers_of_groups(schedule: str) -> None:
-    """Rank 0 may have another group of its own, for example for evaluation."""
+    """Rank 0 may have another group, for example for evaluation."""
 
     def work(group: Any) -> Tensor:
-        own = dist.new_group([0], timeout=timedelta(seconds=20))
-        both = dist.new_group(timeout=timedelta(seconds=20))
+        own = dist.new_group([0], timeout=PATIENCE)
+        both = dist.new_group(timeout=PATIENCE)
         if group.rank() == 0:
             tritoncp.flex_attention(*shards(), tritoncp.causal(), own)
         plan = tritoncp.make_plan(mask_of(), both, schedule=schedule)

@@ -28,9 +28,9 @@ import pytest
 from tests.mutants.lines import choose_tests, measure_lines, read_measured
 from tests.mutants.sample import MODULES, Mutant, copy_checkout, draw_mutants
 
-GOAL = 0.85  # of all mutants: about one in ten changes no result
+GOAL = 0.85  # share of mutants to be killed: about one in ten changes no result
 MOST_BYTES = 8 << 30  # of each process that runs tests: a mutant may allocate without end
-COLLECTION_SECONDS = 300  # in which pytest collects the tests of a mutant
+COLLECTION_SECONDS = 300  # seconds in which pytest collects the tests of a mutant
 HEAVY = ("torch._dynamo", "torch.distributed", "torch.nn.attention.flex_attention", "triton.language")
 
 
@@ -67,7 +67,7 @@ class FirstFailure:
 
 @cache
 def worker_copy() -> Path:
-    """Return this process's copy of the checkout, with caches of its own beside it."""
+    """Return this process's copy of the checkout, with separate caches beside it."""
     copy = copy_checkout(Path(tempfile.mkdtemp(), "copy"))
     os.environ |= {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(copy.parent / "cache")}
     for name in HEAVY:  # no mutant changes them
@@ -99,7 +99,7 @@ def run_tests(tests: list[str], *options: str) -> str:
         os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # ranks that a test left
+        os.killpg(child, signal.SIGKILL)  # ranks that a test left running
     said = failure.read_text() if failure.exists() else f"status {status}"
     return "" if status == 0 else "time" if status == -signal.SIGALRM else said
 

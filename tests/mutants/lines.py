@@ -37,7 +37,7 @@ def measure_lines(jobs: int) -> None:
         parts = [f"tests/{name}" for name in SUITE if (copy / "tests" / name).exists()]
         parts += [f"tests/{test}" for test in BESIDE.values()]
         command = [sys.executable, *f"-m pytest -q -n {jobs} -p tests.mutants.contexts".split(), *parts]
-        command.append("--ignore=tests/kernels/test_compiled.py")  # its kernels run in processes of their own
+        command.append("--ignore=tests/kernels/test_compiled.py")  # its kernels run in separate processes
         subprocess.run(command, cwd=copy, env=os.environ | {"MUTANTS_FOLDER": str(measured)}, check=False)
         collect_lines(copy, measured)
 

@@ -64,7 +64,8 @@ def make_operator(name: str):  # type: ignore[no-untyped-def]
 
 
 def list_mutants(path: str) -> Iterator[Mutant]:
-    """Every mutant of a file, without those of annotations, decorators and functions that Triton compiles."""
+    """Every mutant of a file, without mutants of annotations, decorators and functions that Triton
+    compiles."""
     source = (ROOT / path).read_text()
     left_out, lines = list(spans_left_out(ast.parse(source))), source.splitlines()
     nodes = list(ast_nodes(get_ast(source)))

@@ -15,7 +15,7 @@ COMMAND = f"{sys.executable} -S -c {shlex.quote(PROGRAM)} {{out}}"
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """Make a repository of ten commits, the sixth of which made the case slower."""
+    """Make a repository of ten commits; the sixth makes the case slower."""
     monkeypatch.chdir(tmp_path)
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{name}_NAME", "Ann")

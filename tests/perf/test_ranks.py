@@ -65,7 +65,7 @@ def test_pytorchs_context_parallelism_computes_the_same_case():
 
 
 def compare_with_torch():
-    """Forward only: torch refuses to differentiate flex attention on a CPU."""
+    """Compare the forward pass only: torch refuses to differentiate flex attention on a CPU."""
     case = case_of("allgather").problem
 
     def work(group):

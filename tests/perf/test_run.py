@@ -71,7 +71,7 @@ def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
     assert history.read(tmp_path / "a.jsonl").points == [point]
 
 
-def test_a_route_that_is_not_taken_is_not_timed_as_that_route(monkeypatch, tmp_path):
+def test_a_call_that_falls_back_to_loops_is_not_timed_as_its_route(monkeypatch, tmp_path):
     case = Case(Problem("causal", 16384), "forward").shrunk()
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     runner.options = [{"ROUTE": "gluon"}, {"SPLIT_KV": 2}]

@@ -85,7 +85,7 @@ class Commands(socketserver.StreamRequestHandler):
 
 
 class Repository:
-    """A repository on this disk that calls the workflow; each event gets workspaces of its own."""
+    """A repository on this disk that calls the workflow; each event gets separate workspaces."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder, self.port = folder, port

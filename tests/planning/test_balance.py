@@ -49,7 +49,7 @@ def fetched_rows(plan: Plan) -> int:
 
 
 def fetched_share(plan: Plan) -> float:
-    """Return the rows that a fetch sends, as a share of those of an all-gather."""
+    """Return the number of rows that a fetch sends, divided by the rows of an all-gather."""
     return fetched_rows(plan) / ((plan.world_size - 1) * plan.kv.length)
 
 
@@ -65,7 +65,9 @@ def assert_assigned(ranks: list[list[int]], n: int) -> None:
 
 @given(costs_lists, st.integers(1, 9), st.sampled_from(EVEN_COUNTS))
 @pytest.mark.bar(13)
-def test_every_block_once_in_order_and_evenly(costs: list[int], world_size: int, name: str) -> None:
+def test_every_balancer_assigns_each_block_once_in_order_and_evenly(
+    costs: list[int], world_size: int, name: str
+) -> None:
     ranks = balancers[name](Work(torch.tensor(costs, dtype=torch.int64), world_size))
     assert len(ranks) == world_size
     assert_assigned(ranks, len(costs))
@@ -93,7 +95,7 @@ def test_blocks_by_processing_time_go_to_the_lightest_rank_with_room(
 
 
 @given(masks(), st.integers(1, 12), st.sampled_from(EVEN_COUNTS), st.sampled_from(["q", "kv"]))
-def test_balancers_assign_blocks_of_any_mask_and_always_alike(
+def test_balancers_assign_blocks_of_any_mask_and_are_deterministic(
     mask: Mask, world_size: int, name: str, side: str
 ) -> None:
     for work in work_of_rows([mask], world_size, side):
@@ -103,13 +105,13 @@ def test_balancers_assign_blocks_of_any_mask_and_always_alike(
 
 
 def work_of_blocks(visible: Tensor, world_size: int) -> Work:
-    """Make the work of blocks, each of which costs its number of ``visible`` columns: bool [n, n]."""
+    """Make the work of blocks that cost their number of ``visible`` columns: bool [n, n]."""
     runs = Runs.from_kinds(torch.where(visible, int(Kind.MASKED), ABSENT).to(torch.uint8)[None, None])
     return Work(visible.sum(1).double(), world_size, (runs,))
 
 
 @given(st.integers(1, 11), st.integers(0, 10), st.sets(st.integers(0, 10), max_size=3), st.integers(1, 9))
-def test_a_column_that_all_blocks_see_and_rows_that_see_all(
+def test_locality_takes_columns_that_all_blocks_see_and_rows_that_see_all_columns(
     n: int, column: int, rows: set[int], world_size: int
 ) -> None:
     """The block of such a column is a common prefix to locality, at any place and of any cost."""
@@ -120,7 +122,7 @@ def test_a_column_that_all_blocks_see_and_rows_that_see_all(
 
 
 @given(masks(), st.integers(2, 6), st.integers(0, 99))
-def test_remote_columns_are_those_that_ranks_see_and_do_not_hold(mask: Mask, ranks: int, seed: int) -> None:
+def test_remote_columns_are_seen_by_ranks_that_do_not_have_them(mask: Mask, ranks: int, seed: int) -> None:
     (work, *_), random = work_of_rows([mask], ranks), torch.Generator().manual_seed(seed)
     owner = torch.randint(ranks, work.costs.shape, generator=random)
     remote = torch.zeros(ranks, work.columns, dtype=torch.bool)
@@ -157,13 +159,13 @@ def test_unweighted_ptrr_places_every_token_as_torch(name: str, world_size: int)
     positions = torch.cat([plan.for_rank(rank).positions for rank in range(world_size)], 1)
     if world_size > 1:
         assert torch.equal(positions, want)
-    else:  # one rank keeps natural order, and so does torch's deal
+    else:  # one rank keeps natural order, also in torch
         assert torch.equal(positions.expand_as(want), want)
 
 
 @given(masks(), st.integers(2, 6))
 def test_unweighted_ptrr_balances_listed_blocks(mask: Mask, world_size: int) -> None:
-    """Of several heads their sum; the counts of any two ranks differ by at most the largest."""
+    """Counts are summed over heads; the counts of any two ranks differ by at most the max of a block."""
     for row, work in enumerate(work_of_rows([mask], world_size)):
         listed = (mask.runs.to_kinds() != 3).sum((1, 3))[row]
         assert torch.equal(work.listed, listed.double())
@@ -172,7 +174,7 @@ def test_unweighted_ptrr_balances_listed_blocks(mask: Mask, world_size: int) -> 
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
-def test_head_tail_is_torchs(piece: int, world_size: int) -> None:
+def test_head_tail_is_torchs_head_tail_order(piece: int, world_size: int) -> None:
     n = 2 * world_size * piece
     want = theirs._HeadTailLoadBalancer(n, world_size, "cpu")._generate_indices()
     assert list(chain(*head_tail(Work(torch.ones(n), world_size)))) == want[0].tolist()
@@ -250,7 +252,7 @@ def test_several_masks_each_count_for_one_layer() -> None:
     assert len(both.sees) == 2 and torch.equal(both.sees[1], alone.sees[0])
 
 
-# -- a balancer of one's own --------------------------------------------------------------------------
+# -- custom balancers ---------------------------------------------------------------------------------
 
 
 def deal_by_parity(work: Work) -> list[range]:
@@ -259,7 +261,7 @@ def deal_by_parity(work: Work) -> list[range]:
     return [range(0, n, 2), range(1, n, 2), range(0), range(0)]
 
 
-def test_a_function_of_ones_own_may_leave_ranks_empty() -> None:
+def test_a_balancer_function_may_leave_ranks_empty() -> None:
     mask = create_block_mask(causal(), None, None, 72, 72, BLOCK_SIZE=8)
     plan = make_plan(mask, world_size=4, balancer=deal_by_parity)
     assert plan.balancer == "deal_by_parity" and plan.owners.tolist() == [[0, 1] * 4 + [0]]
@@ -286,7 +288,7 @@ def test_documents_of_any_length_are_cut_only_where_they_must(lengths: list[int]
 
 @given(st.integers(1, 700), st.integers(1, 5), st.sampled_from(EVEN_COUNTS))
 def test_balancers_count_work_as_plans_do(length: int, world_size: int, name: str) -> None:
-    """Also where the end of the sequence cuts a block."""
+    """This holds also if the end of the sequence cuts a block."""
     mask = create_block_mask(causal(), None, None, length, length, BLOCK_SIZE=64)
     (work,) = work_of_rows([mask], world_size)
     plan = build(mask, world_size, balancer=name)
@@ -298,13 +300,13 @@ def test_balancers_count_work_as_plans_do(length: int, world_size: int, name: st
 
 
 def test_blocks_are_swapped_with_any_rank_that_makes_the_busiest_less_busy() -> None:
-    """The least busy rank, the second, has no block to swap."""
+    """The idlest rank, the second, has no block to swap."""
     owner, costs = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([2, 2, 2, 1.5, 1.2], dtype=torch.float64)
     work: Any = SimpleNamespace(costs=costs, world_size=3)
-    assert torch.equal(even_work(owner.clone(), work, 4), owner)  # no rank exceeds it
+    assert torch.equal(even_work(owner.clone(), work, 4), owner)  # no rank exceeds this work
     assert loads(even_work(owner, work, 3.6), costs, 3).tolist() == [3.5, 2, 3.2]
     work.costs, work.world_size = torch.tensor([2.0, 2.0] + [1.0] * 63, dtype=torch.float64), 64
-    # Of ranks that are equally busy, with the first.
+    # The first of equally busy ranks is chosen.
     swapped = even_work(torch.tensor([0, *range(64)]), work, 3)
     assert loads(swapped, work.costs, 64).tolist() == [3, 2] + [1] * 62
 
@@ -337,7 +339,7 @@ def test_locality_weighs_the_bytes_of_all_masks() -> None:
 
 
 def random_free_blocks(seed: int) -> tuple[FreeBlocks, Tensor]:
-    """Make the free ones of 12 blocks, and the columns that they see: bool [n, 12]."""
+    """Draw the free blocks among 12, and the columns that they see: bool [n, 12]."""
     draw = torch.Generator().manual_seed(seed)
     visible, is_free = torch.rand(12, 12, generator=draw) < 0.3, torch.rand(12, generator=draw) < 0.7
     is_free[:2] = True
@@ -345,8 +347,8 @@ def random_free_blocks(seed: int) -> tuple[FreeBlocks, Tensor]:
 
 
 @given(st.integers(0, 999), st.integers(2, 9), st.integers(1, 12))
-def test_windows_on_the_circle_of_free_blocks(seed: int, share: int, cuts: int) -> None:
-    """Work, visible columns and starts of all windows, and the sizes that are tried."""
+def test_windows_of_free_blocks_wrap_around_the_circle(seed: int, share: int, cuts: int) -> None:
+    """Compares work, visible columns and starts of all windows, and the sizes that are tried."""
     (blocks, visible), sizes = random_free_blocks(seed), []
     n = len(blocks.ids)
     for size in range(1, n + 1):
@@ -361,7 +363,7 @@ def test_windows_on_the_circle_of_free_blocks(seed: int, share: int, cuts: int) 
 
 
 @given(st.integers(0, 999), st.floats(0, 40), st.floats(0.1, 40), st.integers(1, 12), st.integers(0, 11))
-def test_the_best_two_windows_of_free_blocks(
+def test_the_two_windows_with_the_fewest_columns_are_chosen(
     seed: int, target: float, width: float, size: int, rest: int
 ) -> None:
     """One holds the costliest block; the other is the best of the missing work, if it does not overlap."""
@@ -460,7 +462,7 @@ def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=60), st.integers(1, 9))
-def test_ptrr_is_torchs(costs: list[int], world_size: int) -> None:
+def test_ptrr_is_torchs_order(costs: list[int], world_size: int) -> None:
     costs = costs[: len(costs) // world_size * world_size]
     assume(costs)
     work = torch.tensor(costs)

@@ -20,6 +20,8 @@ from tritoncp import (
     sliding_window,
 )
 from tritoncp.planning import build, cost
+from tritoncp.planning.hardware import hardware_of
+from tritoncp.planning.layer import Shape
 
 ORDERS = [*balancers, None]
 LENGTHS = [300, 4000, 900, 1500, 28, 1024, 440]
@@ -35,7 +37,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
 
 def seconds(plan: tritoncp.Plan) -> float:
     """Predicted time of the plan's schedule for the usual layer."""
-    estimates = cost.costs(plan, cost.Shape(batch=plan.batch), cost.hardware_of(plan.world_size))
+    estimates = cost.costs(plan, Shape(batch=plan.batch), hardware_of(plan.world_size))
     return {one.schedule: one.total for one in estimates}[plan.schedule]
 
 
@@ -45,7 +47,7 @@ def test_auto_takes_the_balancer_of_minimal_time_under_the_schedule(schedule: st
     chosen = make_plan(mask, world_size=8, rank=0, balancer="auto", schedule=schedule)
     for balancer in ORDERS:
         plan = make_plan(mask, world_size=8, rank=0, balancer=balancer, schedule=schedule)
-        estimates = cost.costs(plan, cost.Shape(), cost.hardware_of(8))
+        estimates = cost.costs(plan, Shape(), hardware_of(8))
         times[plan.balancer] = next(one.total for one in estimates if key in ("auto", one.schedule))
         assert plan.balancer == (balancer or "natural") and "auto" not in plan.reason
         assert plan.schedule == (estimates[0].schedule if schedule == "auto" else schedule)
@@ -55,12 +57,12 @@ def test_auto_takes_the_balancer_of_minimal_time_under_the_schedule(schedule: st
 
 @pytest.mark.parametrize("name", MASKS)
 def test_every_rank_makes_the_same_choice(name: str) -> None:
-    plans = [make_plan(MASKS[name](), world_size=5, rank=rank, balancer="auto") for rank in range(5)]
+    plans = [make_plan(MASKS[name](), world_size=3, rank=rank, balancer="auto") for rank in range(3)]
     assert len({(p.balancer, p.schedule, p.reason, p.digest) for p in plans}) == 1
-    assert [p.rank for p in plans] == list(range(5))
+    assert [p.rank for p in plans] == list(range(3))
 
 
-def test_several_masks_share_the_order_of_least_total_time() -> None:
+def test_several_masks_share_the_order_with_the_shortest_total_time() -> None:
     masks = {name: MASKS[name]() for name in ("long causal", "long window", "long documents")}
     plans = make_plan(masks, world_size=8, rank=3, balancer="auto")
     total = sum(map(seconds, plans.values()))

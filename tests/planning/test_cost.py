@@ -12,13 +12,15 @@ from tests.zoo import BALANCERS
 from tritoncp import create_block_mask, document, full_mask, make_plan
 from tritoncp.planning import cost, traffic
 from tritoncp.planning.build import build
-from tritoncp.planning.report.facts import PlanFacts
+from tritoncp.planning.hardware import Hardware
+from tritoncp.planning.layer import Shape
+from tritoncp.report.facts import PlanFacts
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("name", CASES)
-def test_pairs_are_those_of_the_listed_blocks(name: str, balancer: str | None, world_size: int) -> None:
+def test_counted_pairs_are_in_listed_blocks(name: str, balancer: str | None, world_size: int) -> None:
     mask = CASES[name]()
     kinds = (mask.runs.to_kinds() != 3).double()  # [Bm, Hm, rows, columns]
     size, block = (mask.q_len, mask.kv_len), mask.BLOCK_SIZE
@@ -47,15 +49,15 @@ TIMES = {  # schedule: seconds forward and backward if the pairs of two ranks ta
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_times_of_a_small_case_are_those_worked_out_by_hand(
+def test_times_of_a_small_case_equal_times_computed_by_hand(
     fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks of 256 tokens that see everything; K and V of one have 24,576 bytes, which take 2 s to send,
-    their gradients in float32 4 s, and twice that in an all-to-all. Each message waits 1/4 s."""
+    """Two ranks of 256 tokens see all keys. K and V of a rank have 24,576 bytes, which take 2 s to send;
+    their float32 gradients take 4 s, and twice that in an all-to-all. Each message waits 1/4 s."""
     monkeypatch.setattr(traffic, "SMALL", 0)  # an all-gather has two groups of heads
-    shape = cost.Shape(heads=4, kv_heads=2, head_dim=8, v_head_dim=16)
+    shape = Shape(heads=4, kv_heads=2, head_dim=8, v_head_dim=16)
     flops = 256 * 256 * 2 * 4 * 24 / (0.25 if fast else 10)  # of 256 queries and 256 keys, in a second
-    hardware = cost.Hardware("by hand", flops, bandwidth=12288, latency=0.25, scattered=0.5, source="")
+    hardware = Hardware("by hand", flops, bandwidth=12288, latency=0.25, scattered=0.5, source="")
     plan = make_plan(full_mask(512, 512), world_size=2, rank=0, balancer="contiguous")
     times = {one.schedule: (one.forward, one.backward) for one in cost.costs(plan, shape, hardware)}
     assert times.keys() == TIMES.keys()
@@ -74,7 +76,7 @@ def test_times_of_a_small_case_are_those_worked_out_by_hand(
 def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
     world_size: int, latent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of 256 tokens that see all keys, their own, or those of rank 0 alone."""
+    """Ranks of 256 tokens that see all keys, only their keys, or only rank 0's keys."""
     monkeypatch.setattr(traffic, "SMALL", 0)
     monkeypatch.setattr(traffic, "HEAD_GROUPS", 4)
     size, inf = 256 * world_size, float("inf")
@@ -83,8 +85,8 @@ def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
         "own": create_block_mask(document(lengths=[256] * world_size), None, None, size, size),
         "first": create_block_mask(lambda b, h, q, kv: kv < 256, None, None, size, size),
     }
-    shape = cost.Shape(batch=2, heads=12, kv_heads=4, head_dim=8, v_head_dim=16, latent=latent)
-    wires, cores = (cost.Hardware("", *rates, 0.0, 1.0, "") for rates in ((inf, 1.0), (1.0, inf)))
+    shape = Shape(batch=2, heads=12, kv_heads=4, head_dim=8, v_head_dim=16, latent=latent)
+    wires, cores = (Hardware("", *rates, 0.0, 1.0, "") for rates in ((inf, 1.0), (1.0, inf)))
     attend, expand = 256 * 256 * 2 * 12 * 2 * 24, 256 * latent * 2 * 2 * 4 * 24  # FLOPs for a rank's keys
     for name, mask in masks.items():
         plan = build(mask, world_size, balancer="contiguous")

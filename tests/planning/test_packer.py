@@ -109,7 +109,7 @@ def test_a_tree_stays_whole_and_has_the_pairs_of_its_mask(forest, window) -> Non
 
 
 def least_of_largest(works: list[int], count: int) -> int:
-    """Return the least possible work of the micro-batch with the most, by trying every assignment."""
+    """Return the min over all assignments of the max work of a micro-batch."""
     loads = {(0,) * count}
     for work in works:
         loads = {
@@ -128,8 +128,8 @@ def test_one_step_without_a_limit_has_at_most_four_thirds_of_the_best_work(lengt
 
 @given(problems(), COSTS)
 def test_a_replica_waits_for_no_sequence_that_it_has_room_for(problem, cost) -> None:
-    """In one step: a micro-batch has, without its shortest sequence, at most the work of one with such
-    room."""
+    """Within a step, a micro-batch without its shortest sequence has at most the work of a micro-batch with
+    room for it."""
     lengths, tokens, shape = problem
     batches = pack_batches(lengths, tokens, **shape, token_cost=cost)
     room = shape["ranks"] * (tokens // BLOCK * BLOCK)
@@ -189,7 +189,7 @@ def count_heap_operations(lengths: list[int], tokens: int, shape: dict[str, Any]
     return heaps.count, len(batches)
 
 
-LONG_THIRDS = [100 + i % 30 for i in range(600)]  # two of 256 tokens fit, which their sum does not tell
+LONG_THIRDS = [100 + i % 30 for i in range(600)]  # two fit, although the sum allows more
 
 
 @given(problems())

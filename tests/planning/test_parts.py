@@ -50,7 +50,7 @@ def test_needs_are_the_chunks_of_visible_keys(name, chunks):
 
 
 def test_whole_blocks_are_needed_as_listed():
-    """A list of all blocks of a causal mask, of which half hold no visible key."""
+    """A list of all blocks of a causal mask; half of them have no visible key."""
     every = Runs.from_kinds(torch.full((1, 1, 3, 3), int(Kind.MASKED), dtype=torch.uint8))
     assert make_plan(replace(MASKS["causal"](), runs=every)).needs(3).all()
 
@@ -139,7 +139,7 @@ def test_interpreted_kernels_give_parts_the_bits_of_the_whole(dtype):
 
 
 @pytest.mark.parametrize("name", ["causal", "batch rows"])
-def test_rows_of_the_batch_read_their_own_indices(name, monkeypatch):
+def test_mods_of_batch_rows_get_indices_in_the_whole_batch(name, monkeypatch):
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     plan, (q, k, v), slopes = make_plan(MASKS[name]()), tensors(), torch.tensor([0.5, 0.1])
 

@@ -81,12 +81,12 @@ def test_slots_are_pieces_of_one_block_and_cover_the_rows(plan: Plan) -> None:
         nonempty = tokens > 0
         block = plan.mask.q_block
         assert bool((position // block == (position + tokens - 1) // block)[nonempty].all())
-        assert torch.equal(row[nonempty], (tokens.cumsum(1) - tokens)[nonempty])  # one behind the other
+        assert torch.equal(row[nonempty], (tokens.cumsum(1) - tokens)[nonempty])  # one after the other
         assert torch.equal(row_positions(plan.q.slots[rank], plan.q.lengths[rank]), plan.q.positions(rank))
 
 
 @given(plans())
-def test_the_gathered_buffer_is_where_the_inverse_says(plan: Plan) -> None:
+def test_the_inverse_finds_rows_of_the_gathered_buffer(plan: Plan) -> None:
     everyone = [plan.q.positions(rank) for rank in range(plan.world_size)]
     padded = [torch.nn.functional.pad(rows, (0, plan.q.s_max - rows.shape[1]), value=-1) for rows in everyone]
     buffer = torch.cat(padded, 1)  # global position of each row of the gathered buffer
@@ -101,7 +101,7 @@ def test_the_gathered_buffer_is_where_the_inverse_says(plan: Plan) -> None:
     assert all(bool((s[u][:, 1].diff() > 0).all()) for s, u in zip(slots, used))  # by global position
 
 
-def test_rows_without_slots_own_no_block() -> None:
+def test_blocks_without_slots_have_no_owner() -> None:
     """Rank 0 holds a block of one batch row only."""
     assert by_blocks(8, 4, [[[], [0, 1]], [[0], [1]]]).owners().tolist() == [[1, 1], [0, 1]]
 
@@ -113,7 +113,7 @@ LAYOUTS = ["bs", "bsd", "sb", "dsb", "bds", "sdb"]
 
 @given(plans(), st.sampled_from(LAYOUTS), st.sampled_from([torch.float64, torch.int64, torch.bool]))
 @pytest.mark.bar(13)
-def test_unshard_undoes_shard(plan: Plan, dims: str, dtype: torch.dtype) -> None:
+def test_unshard_inverts_shard(plan: Plan, dims: str, dtype: torch.dtype) -> None:
     x = tensor_for(plan, dims, dtype)
     world = tritoncp.simulate(plan.world_size)
     for dim, batch_dim in ((dims.index("s"), dims.index("b")), (dims.index("s") - 3, dims.index("b") - 3)):

@@ -33,7 +33,7 @@ def masks(draw: Callable) -> Mask:
     rows, cols = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     batch, heads = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
     q_len, kv_len = (n * b - draw(st.integers(0, b - 1)) for n, b in ((rows, q_block), (cols, kv_block)))
-    if draw(st.booleans()):  # square, so that keys lie where queries do
+    if draw(st.booleans()):  # square, so that keys are placed with queries
         kv_len, cols = q_len, -(-q_len // kv_block)
     g = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     kinds = torch.randint(0, 3, (batch, heads, rows, cols), generator=g, dtype=torch.uint8)
@@ -77,7 +77,8 @@ def test_work_sums_to_the_listed_blocks_of_the_mask(mask: Mask, world_size: int)
     want = float(((MASKED_BLOCK_COST * masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
     for balancer in BALANCERS:
         plan = build(mask, world_size, balancer=balancer)
-        # A placement shared by batch rows does each row's work; one per row, its own.
+        # A placement that batch rows share does the work of all rows; a placement per row does the row's
+        # work.
         assert sum(plan.work) == pytest.approx(want)
         assert len(plan.work) == world_size
         assert plan.imbalance == pytest.approx(max(plan.work) * world_size / want if want else 1)
@@ -87,7 +88,7 @@ def test_work_sums_to_the_listed_blocks_of_the_mask(mask: Mask, world_size: int)
 
 
 @given(plans())
-def test_both_sides_are_covered_once(plan: Plan) -> None:
+def test_each_query_and_key_is_placed_once(plan: Plan) -> None:
     for placement, length in ((plan.q, plan.mask.q_len), (plan.kv, plan.mask.kv_len)):
         assert placement.length == length and placement.world_size == plan.world_size
         positions = torch.cat([placement.positions(rank) for rank in range(plan.world_size)], 1)
@@ -234,7 +235,7 @@ def test_plans_of_other_blocks_owners_or_schedules_have_another_identity(digest:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("balancer", [None, "ptrr"])
-def test_parts_of_a_plan_have_identities_of_their_own_on_every_rank(
+def test_parts_of_a_plan_have_different_identities_equal_on_every_rank(
     balancer: str | None, world_size: int
 ) -> None:
     mask = create_block_mask(lambda b, h, q, kv: q >= kv + h, 1, 2, 64, 64, BLOCK_SIZE=8)

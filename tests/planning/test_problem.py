@@ -15,7 +15,7 @@ SUMS = dict.fromkeys(["causal", "softcap", "alibi", "sinks"], 5519403008) | {
 
 
 def test_masks_never_change() -> None:
-    """By the sum of the positions of the keys that every seventh query sees."""
+    """They are compared by the sum of the positions of the keys that every seventh query sees."""
     sums = {}
     for name in MASKS:
         problem = Problem(name, 1024 if name == "three-documents" else N)

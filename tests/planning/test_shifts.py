@@ -17,7 +17,7 @@ from tritoncp.planning.shifts import Shift, shifted_documents, shifted_tree
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(-8, 8))
-def test_a_document_shifts_as_a_list_of_its_own(lengths: list[int], shift: int) -> None:
+def test_each_document_shifts_like_a_separate_list(lengths: list[int], shift: int) -> None:
     within = torch.cat([torch.arange(n) for n in lengths])[None]
     expected, start = [], 0
     for n in lengths:

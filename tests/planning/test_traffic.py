@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.cases import Case
+from tests.draws import by_turns
 from tests.zoo import BALANCERS
 from tritoncp import Mask, Plan, make_plan
 from tritoncp.planning import traffic
@@ -41,10 +43,11 @@ def dense_visible_blocks(plan: Plan) -> Tensor:
     return torch.stack([row.any(0) for row in rows])
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("balancer", BALANCERS)
-@pytest.mark.parametrize("name", CASES)
-def test_visible_blocks_and_traffic_are_the_masks(name: str, balancer: str | None, world: int) -> None:
+@pytest.mark.parametrize(("order_and_mask", "world"), by_turns(product(BALANCERS, CASES), WORLDS))
+def test_visible_blocks_and_traffic_equal_the_masks(
+    order_and_mask: tuple[str | None, str], world: int
+) -> None:
+    balancer, name = order_and_mask
     all_plans = plans(name, balancer, world)
     for reader in all_plans:
         want = dense_visible_blocks(reader)
@@ -60,12 +63,11 @@ def test_visible_blocks_and_traffic_are_the_masks(name: str, balancer: str | Non
         assert read == {reader.rank, *reader.traffic[reader.rank].nonzero()[:, 0].tolist()}
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("balancer", BALANCERS)
-@pytest.mark.parametrize("name", CASES)
-def test_fetched_are_the_visible_remote_blocks_and_no_other(
-    name: str, balancer: str | None, world: int
+@pytest.mark.parametrize(("order_and_mask", "world"), by_turns(product(BALANCERS, CASES), WORLDS))
+def test_a_fetch_has_the_visible_remote_blocks_and_no_other(
+    order_and_mask: tuple[str | None, str], world: int
 ) -> None:
+    balancer, name = order_and_mask
     all_plans = plans(name, balancer, world)
     for plan in all_plans:
         want, got = dense_visible_blocks(plan), plan.fetch
@@ -85,7 +87,7 @@ def test_fetched_are_the_visible_remote_blocks_and_no_other(
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_arrive_where_their_slots_say(name: str) -> None:
-    """Send each row's own global position instead of keys."""
+    """Send the global position of each row instead of keys."""
     all_plans = plans(name, "ptrr", 3)
     batch = max(len(plan.fetch.slots) for plan in all_plans)
     sent = []
@@ -110,8 +112,8 @@ def test_the_ring_brings_keys_to_every_reader_and_gradients_to_every_owner(table
     world = len(reads)
     route = traffic.ring_route(reads)
     hops = [traffic.ring(reads, rank, route) for rank in range(world)]
-    location = list(range(world))  # whose K and V lie where
-    gradient: list[set[int] | None] = [None] * world  # who has added to the gradient that lies there
+    location = list(range(world))  # owner of the K and V at each rank
+    gradient: list[set[int] | None] = [None] * world  # ranks that have added to the gradient at each rank
     read = [set() for _ in range(world)]
     home = [set() for _ in range(world)]
     for turn in range(len(hops[0])):

@@ -1,4 +1,4 @@
-"""The oracle against torch's own eager flex attention, and against itself where torch has no equivalent."""
+"""The reference against torch's eager flex attention, and against itself if torch has no equivalent."""
 
 import math
 from itertools import product
@@ -47,7 +47,7 @@ def test_dense_attention_is_torchs_eager_flex_attention(name: str, kv_heads: int
 
 
 @pytest.mark.parametrize("name", SCORE_MODS)
-def test_statistics_are_those_of_each_pair_by_itself(name: str) -> None:
+def test_statistics_equal_a_loop_over_pairs(name: str) -> None:
     """Pair by pair in plain Python: torch has no max_scores on the CPU."""
     q, k, v = tensors((2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 2), grad=False)
     score_mod = SCORE_MODS[name] or (lambda s, *_: s)
@@ -96,7 +96,7 @@ def test_rows_that_see_nothing_are_zero_and_never_nan() -> None:
     assert bool((q.grad[:, :, visible_keys] != 0).any())
 
 
-def test_a_score_mod_is_never_asked_about_hidden_pairs() -> None:
+def test_a_score_mod_is_never_called_on_hidden_pairs() -> None:
     """log(q - kv) has no gradient where kv >= q, and the table ends where the mask does."""
     q, k, v, table = tensors((1, 1, 7, 4), (1, 1, 7, 4), (1, 1, 7, 4), (7,))
     strictly_causal = torch.ones(7, 7).tril(-1).bool()

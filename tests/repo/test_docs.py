@@ -218,7 +218,7 @@ def test_a_program_trains_on_two_ranks_as_on_one(name: str, tmp_path: Path) -> N
 def test_a_batch_that_one_rank_refuses_is_skipped_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The losses are those of one rank that trains without that batch."""
+    """The losses equal one rank that trains without that batch."""
     name, path, losses = (
         "skip_bad_batches",
         tmp_path / "program.py",

@@ -14,7 +14,7 @@ NAMES = {f"tritoncp.{name}".strip(".") for name, path in modules().items() if ">
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {COMPILED}))
-def test_examples(name):
+def test_docstring_examples_run(name):
     failed, tried = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
     assert tried > 0, f"{name} has a '>>> ' that is in no docstring"
     assert failed == 0

@@ -25,8 +25,8 @@ from tritoncp.cli import main
 from tritoncp.integrations import transformers
 from tritoncp.perf import exit_codes
 
-# Members of classes whose other members serve the package alone. Users make no objects of these classes by
-# calling them.
+# The public members of these classes; all other members are for the package. Users do not call these classes
+# to make objects.
 FOR_USERS = {
     "Mask": {
         *("B", "BLOCK_SIZE", "H", "contiguous", "dim", "draw", "kv_len", "nbytes", "ndim"),
@@ -67,7 +67,7 @@ def plain(default: Any) -> Any:
 
 
 def members(cls: type) -> Iterator[str]:
-    """List public fields, properties and methods that the package's own classes define."""
+    """List public fields, properties and methods that classes of the package define."""
     own = [base for base in cls.__mro__ if base.__module__.startswith("tritoncp.")]
     names = {name for base in own for name in [*vars(base), *inspect.get_annotations(base)]}
     for name in sorted(name for name in names if not name.startswith("_")):
@@ -103,7 +103,8 @@ def python_names() -> Iterator[str]:
 
 
 def transformers_names() -> Iterator[str]:
-    """List the names for models of transformers, of a class its constructor alone: the rest is Trainer's."""
+    """List the names for models of transformers. Of a class only the constructor is listed, since its methods
+    are Trainer's."""
     for name in transformers.__all__:
         yield f"{name}{signature(getattr(transformers, name))}"
 

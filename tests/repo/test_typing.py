@@ -1,4 +1,4 @@
-"""The types of public functions: those that a type checker infers for a script are those of the results."""
+"""The types of public functions: a type checker infers the types that the results of a script have."""
 
 import inspect
 import types
@@ -59,8 +59,8 @@ def test_the_package_lists_public_names_and_no_helper():
 
 @pytest.mark.parametrize("function", OVERLOADED, ids=lambda function: function.__qualname__)
 def test_overloads_take_the_parameters_of_the_function(function):
-    """With a default wherever the function has one, except what selects the overload; their results together
-    are those of the function."""
+    """Overloads have the defaults of the function, except for the parameters that select the overload; their
+    results together are the function's results."""
     parameters = inspect.signature(function).parameters
     overloads = typing.get_overloads(function)
     assert len(overloads) >= 2

@@ -74,12 +74,12 @@ def sort_all_scores(
     st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 3)),
     st.integers(0, 2**31),
 )
-def test_chosen_keys_are_those_of_sorted_scores(
+def test_chosen_keys_have_the_highest_scores(
     kind: str, block_size: int, pool: str, summed: bool, activation: str, forced: tuple[bool, int, int],
     seed: int,
 ) -> None:  # fmt: skip
     g = torch.Generator().manual_seed(seed)
-    length, heads = 130 + seed % 40, 4
+    length, heads = 136 + 8 * (seed % 2), 4  # means of the last block are exact too
     activation = activation if activation in ("relu", "identity") else "relu"  # exact in any order of sums
     choice = KeyChoice(7 + seed % 5, block_size, activation, pool, *forced)
     mask = mask_of(kind, length)

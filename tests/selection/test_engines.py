@@ -62,7 +62,7 @@ CASES = [  # (engine, mask, block_size, query_block, heads of the selection, ran
 @pytest.mark.parametrize(
     ("kind", "mask_name", "block_size", "query_block", "shares", "world_size", "schedule"), CASES
 )
-def test_selected_keys_are_those_of_dense_attention(
+def test_attention_to_selected_keys_equals_dense_attention(
     kind: str, mask_name: str, block_size: int, query_block: int, shares: int, world_size: int, schedule: str
 ) -> None:
     g = torch.Generator().manual_seed(5)

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tritoncp.selection.selection import Selection, check_selection
+from tritoncp.selection.selection import Selection, check_indices, check_selection
 
-CPU = torch.device("cpu")
+QUERY = torch.zeros(2, 4, 8, 16)
+
+
+def check(chosen: Selection) -> None:
+    """Check a selection for a call with 2 KV heads and a sequence of 40 keys."""
+    check_selection(chosen, QUERY, 2)
+    check_indices(chosen, 40)
 
 
 def test_unique_indices_select_the_same_pairs() -> None:
@@ -39,9 +45,10 @@ def test_unique_indices_select_the_same_pairs() -> None:
 )
 def test_a_selection_that_does_not_fit_is_refused(chosen: Selection, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        check_selection(chosen, (2, 4, 8), 2, 40, CPU)
+        check(chosen)
 
 
 def test_a_selection_that_fits_is_accepted() -> None:
     for shape, *sizes in (((1, 1, 8, 2),), ((2, 4, 8, 0),), ((2, 2, 3, 2), 16, 3)):
-        check_selection(Selection(torch.zeros(shape).int(), *sizes), (2, 4, 8), 2, 40, CPU)
+        chosen = Selection(torch.zeros(shape).int(), *sizes)
+        check(chosen)

@@ -23,7 +23,7 @@ def run(path, resume=False):
 
 @pytest.mark.parametrize("part", [0.02, 0.3, 0.7, 0.8, 0.9, 0.99, 1.0])
 def test_a_run_that_ends_anywhere_is_resumed(tmp_path, part):
-    """Whatever line the journal ends in, a resumed run repeats no finding, and makes the choice of an
+    """For a journal that ends in any line, a resumed run repeats no finding, and makes the choice of an
     undisturbed run."""
     path = tmp_path / "journal.jsonl"
     choice, whole, device = run(tmp_path)
@@ -49,8 +49,8 @@ def test_two_runs_do_not_write_to_one_journal(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["17", '{"finding": ', "[" * 100_000, "\udcff", ""])
-def test_a_malformed_line_costs_that_line_alone(tmp_path, line):
-    """In place of the finding about the first candidate, and as the last line, without an end."""
+def test_a_malformed_line_loses_only_that_line(tmp_path, line):
+    """The malformed line replaces the finding about the first candidate, or is an incomplete last line."""
     path = tmp_path / "journal.jsonl"
     run(tmp_path)
     first, _, *rest = path.read_text().splitlines()

@@ -112,7 +112,7 @@ def test_progress_is_shown(compile_nothing, gpu, home, capsys):
     assert last.startswith("forward full ") and last.endswith("best 2.00x of the rule")
 
 
-def test_a_tuned_rule_is_an_answer_too(compile_nothing, gpu, home):
+def test_a_default_that_wins_is_stored(compile_nothing, gpu, home):
     """A rule that no candidate beats is written to the file, so that calls do not advise to tune again."""
     gpu.cost = lambda config: 1.0
     outcome = search.autotune(*request(home))
@@ -138,7 +138,7 @@ def test_single_launches_are_checked_against_float32_and_timed(kernel, v_dim, sc
         assert bench.wrong(target, config) is None
         assert bench.milliseconds(target, config) > 0
     name = {"forward": "out", "dq": "dq", "dkdv": "dv", "fused": "dk"}[kernel]
-    getattr(bench._problem_for(target).expected, name)[0, 0, 5] += 1  # as a kernel that is off in one row
+    getattr(bench._problem_for(target).expected, name)[0, 0, 5] += 1  # like a kernel with a wrong row
     assert "ValueError" in (bench.wrong(target, Config(24, 16)) or ""), "a failed launch is a reason"
     problem_text = bench.wrong(target, Config(32, 16))
     assert problem_text is not None and problem_text.startswith(f"{name} is off by")
@@ -182,7 +182,7 @@ def test_an_error_on_the_device_makes_no_other_candidate_wrong(monkeypatch):
 
 
 def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share():
-    """By the tiles of another GPU: an interpreter has no use for those of few rows."""
+    """Uses the tiles of another GPU, since the interpreter has no tiles for few rows."""
     problem = replace(SMALL.problem, mask="full", heads=4, seq=256, queries=1)
     target, config = Target("few", problem), Config(64, 32, 4, 1)
     checked = DeviceBench(CPU)._problem_for(target)

@@ -35,7 +35,7 @@ def test_halving_is_interleaved_and_keeps_the_rule_to_the_end(tmp_path):
     assert all(set(a) == set(rounds[0]) for a in rounds) and len({a[0] for a in rounds}) == len(rounds)
 
 
-def test_a_win_of_less_than_two_per_cent_is_none(tmp_path):
+def test_a_gain_below_two_per_cent_is_not_stored(tmp_path):
     near = lambda config: 0.99 if config == BEST else cost(config)  # noqa: E731
     choice = tuner(tmp_path).run([TARGET], Formula(near))[TARGET]
     assert choice.config == RULE and choice.gain == 1.0
@@ -48,7 +48,7 @@ def test_a_wrong_candidate_is_never_timed(tmp_path):
     assert BEST in bench.checks and BEST not in bench.samples and search.counts["failed"] == 1
 
 
-def test_no_choice_where_the_rule_is_wrong(tmp_path):
+def test_nothing_is_chosen_if_the_default_is_wrong(tmp_path):
     assert tuner(tmp_path).run([TARGET], Formula(cost, wrong=[RULE])) == {}
 
 
@@ -73,7 +73,7 @@ GLUON, SECOND, *_ = (config for config in candidates(ROUTE, "sm_90") if config.R
 
 
 def by_route(**times):
-    """Times by route: the best loops take 0.8; GLUON and SECOND those of their names."""
+    """Times by route: the best loops take 0.8; GLUON and SECOND take the times of their names."""
 
     def cost_of(config):
         if getattr(config, "ROUTE", "loops") == "loops":
@@ -190,7 +190,7 @@ def test_a_config_that_does_not_fit_a_step_is_dropped(tmp_path):
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 def test_both_ways_to_copy_a_tile_are_tried_where_there_are_both(kernel):
-    """The rule's own tiles of both ways are candidates, and no way that strides forbid is."""
+    """Default tiles of both ways are candidates, unless strides forbid a way."""
     target = replace(TARGET, kernel=kernel)
     for arch, ways in (("sm_90", {True, False}), ("sm_100", {True, False}), ("sm_80", {False})):
         configs = candidates(target, arch)

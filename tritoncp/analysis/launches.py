@@ -33,8 +33,8 @@ class CallTensors:
     """The tensors of a problem's call on one device, or of a step of a schedule, and its launches.
 
     tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
-    variant: the kind of launch in a schedule; None: the launch of a call. A step with a state adds to gradients
-        in float32, a call writes gradients of the inputs' dtype
+    variant: the kind of launch in a schedule; None: the launch of a call. A step with a state adds to float32
+        gradients, a call writes gradients of the inputs' dtype
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from tritoncp.core.host_copy import is_dtensor
 from tritoncp.distributed.groups import Mesh, place_in_group
 from tritoncp.graph import dispatch
 from tritoncp.graph.layouts import Uncapturable
+from tritoncp.selection.selection import Selection
 
 ScoreMod = Callable[..., Tensor] | MaskLike | None  # or a mask, as the fourth argument
 
@@ -43,6 +44,7 @@ def flex_attention(
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ...,
     mesh: Mesh = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    selected: Selection | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
@@ -51,6 +53,7 @@ def flex_attention(
     return_lse: Literal[True], kernel_options: dict[str, Any] | None = ..., return_aux: None = ...,
     mesh: Mesh = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    selected: Selection | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
@@ -59,6 +62,7 @@ def flex_attention(
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest,
     mesh: Mesh = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    selected: Selection | None = ...,
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def flex_attention(
@@ -67,6 +71,7 @@ def flex_attention(
     return_lse: bool = ..., kernel_options: dict[str, Any] | None = ..., *,
     return_aux: AuxRequest | None = ..., mesh: Mesh = ..., positions: Tensor | None = ...,
     sinks: Tensor | None = ..., batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    selected: Selection | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @graph_entry
 @group_call
@@ -87,6 +92,7 @@ def flex_attention(
     sinks: Tensor | None = None,
     batch_offset: int | None = None,
     expand: Sequence[Any] | None = None,
+    selected: Selection | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Flex attention over a sequence that is sharded over ``mesh``; on one device without a mesh.
 
@@ -101,7 +107,7 @@ def flex_attention(
     >>> lse.shape
     torch.Size([1, 2, 256])
 
-    Arguments are torch's plus ``mesh`` and the last four, or ``(q, k, v, block_mask, mesh)``. Masks and
+    Arguments are torch's plus ``mesh`` and the last five, or ``(q, k, v, block_mask, mesh)``. Masks and
     mods see global indices. There is no dropout.
 
     Args:
@@ -144,6 +150,9 @@ def flex_attention(
             are tensors, lists and dicts of them, modules (``fn`` may be one), or constants; tensors get
             this rank's part of their gradients. ``fn`` maps each row by itself and gets no positions:
             rotary channels are part of the latent, rotated beforehand. Not under Ulysses.
+        selected: :class:`tritoncp.Selection`, keys that the model chose for each query: a pair is visible if
+            the mask shows it and the key is selected. Work and memory are proportional to the number of
+            selected keys. Not under Ulysses.
 
     Returns:
         out [B, Hq, S_local, E] in the dtype of the query; with ``return_lse`` or ``return_aux`` also lse
@@ -169,7 +178,7 @@ def flex_attention(
     """
     call = Arguments(
         query, key, value, *sort_arguments(score_mod, block_mask, mesh), scale, enable_gqa, return_lse,
-        kernel_options, return_aux, positions, sinks, batch_offset, expand,
+        kernel_options, return_aux, positions, sinks, batch_offset, expand, selected,
     )  # fmt: skip
     results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
     if is_dtensor(query) or is_dtensor(key) or is_dtensor(value) or is_dtensor(sinks):

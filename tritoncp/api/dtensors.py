@@ -50,6 +50,8 @@ def localize(call: Arguments) -> Arguments:
     Raises TypeError for plain tensors beside DTensors, ValueError for placements whose parts need each other.
     """
     query, key, value, score_mod, block_mask, mesh = call[:6]
+    if call.selected is not None:
+        raise TypeError("selected= with DTensors: pass the local part of each tensor, x.to_local()")
     if call.expand is not None or not all(map(is_dtensor, (query, key, value))):
         raise TypeError(
             "query, key, value or sinks are DTensors, others plain tensors or None: pass DTensors over one "

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tritoncp.api.keywords import unexpected_keyword
 from tritoncp.core.dynamo_boundary import constant_result, traced_copy
+from tritoncp.core.suggestions import unexpected_keyword
 from tritoncp.distributed import failures, groups
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.dtensors import mask_of_heads, score_of_head
 from tritoncp.api.group_call import group_call
-from tritoncp.api.keywords import INSTEAD, advice
 from tritoncp.core.dynamo_boundary import constant_result
+from tritoncp.core.suggestions import INSTEAD, advice
 from tritoncp.graph import handle_ops
 from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.traced_mask import TracedMask

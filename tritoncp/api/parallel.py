@@ -12,11 +12,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, run_inner_attention
-from tritoncp.api.keywords import advice
 from tritoncp.api.plans import MaskLike
 from tritoncp.call import traced
 from tritoncp.call.autograd import forward_op
 from tritoncp.call.key_exchange import send_keys_op
+from tritoncp.core.suggestions import advice
 from tritoncp.graph import handle_ops
 from tritoncp.graph.reshard import reshard_op
 from tritoncp.graph.roll import roll_op
@@ -48,7 +48,7 @@ def checkpoint_policy(
         otherwise: decides about all other ops: a policy, or a list of ops to save; None: recompute them.
 
     Returns:
-        A policy (ctx, op, *args, **kwargs) for ``create_selective_checkpoint_contexts``.
+        A policy ``(ctx, op, *args, **kwargs)`` for ``create_selective_checkpoint_contexts``.
 
     Raises:
         TypeError: for a list of anything but op overloads.

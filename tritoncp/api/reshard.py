@@ -104,7 +104,7 @@ def _move(
     batch_dim: int | None, pad: float,
 ) -> list[Tensor]:  # fmt: skip
     """Move the shards ``xs`` of the ranks that begin with the rank of ``place``, after checks. place: see
-    :func:`tritoncp.api.group_call.place_in_group`"""
+    :func:`tritoncp.distributed.groups.place_in_group`"""
     world, world_size, first_rank = place
     check_side(side)
     for x in xs:

@@ -113,7 +113,7 @@ def _roll(
     batch_dim: int | None, pad: float,
 ) -> list[Tensor]:  # fmt: skip
     """Shift the shards ``xs`` of the ranks that begin with the rank of ``place``, after checks. place: see
-    :func:`tritoncp.api.group_call.place_in_group`"""
+    :func:`tritoncp.distributed.groups.place_in_group`"""
     world, _, first_rank = place
     shift = as_int("shift", shift)
     for rank, x in enumerate(xs, first_rank):

@@ -21,14 +21,14 @@ from tritoncp.api.attention import (
     ScoreMod,
     flex_attention,
 )
-from tritoncp.api.keywords import unexpected_keyword
 from tritoncp.api.plans import MaskLike
 from tritoncp.api.trees import TreeEdges
 from tritoncp.call import autograd, plan_cache, validate
 from tritoncp.call.mask_source import Sources
-from tritoncp.call.prepare import prepare
+from tritoncp.call.prepare import prepare, selected_keys
 from tritoncp.call.read import Arguments, Call, sort_arguments
 from tritoncp.core.dynamo_boundary import host_only
+from tritoncp.core.suggestions import unexpected_keyword
 from tritoncp.graph import dispatch
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
@@ -36,6 +36,7 @@ from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.placement import as_movable, lengthen, take
 from tritoncp.planning.plan import Plan
+from tritoncp.selection.selection import Selection
 
 Shards = Sequence[Tensor]
 
@@ -46,6 +47,7 @@ class WorldOptions(KeywordOptions, total=False):
     enable_gqa: bool
     batch_offset: int | None
     expand: Sequence[Any] | None
+    selected: Sequence[Selection] | None
 
 
 class RankAux(NamedTuple):
@@ -184,7 +186,8 @@ class World:
         self, queries: Shards, keys: Shards, values: Shards | None,
         score_mod: ScoreMod = None, block_mask: MaskLike | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Run :func:`tritoncp.flex_attention` on all ranks: arguments and results are lists of shards.
+        """Run :func:`tritoncp.flex_attention` on all ranks: arguments and results are lists of shards, and so
+        is ``selected``.
 
         >>> from tritoncp import causal, create_block_mask, simulate
         >>> world = simulate(2)
@@ -209,6 +212,10 @@ class World:
         dispatch.refuse_transforms()
         if (wrong := unexpected_keyword(flex_attention, options)) is not None:
             raise wrong
+        if names := sorted({"mesh", "positions"} & options.keys()):
+            raise TypeError(
+                f"{names[0]} was passed to a simulated world, whose ranks are all in this process: omit it"
+            )
         score_mod, block_mask, _ = sort_arguments(score_mod, block_mask, None)
         mask = plain_mask(block_mask)
         sides: tuple[Sequence[Any], ...]
@@ -219,9 +226,12 @@ class World:
         if isinstance(mask, Plan):
             self._check(mask)
             mask.check_sources()
+        selections = options.pop("selected", None)
+        chosen = [None] * self.world_size if selections is None else selections
+        self._count(chosen)
         passed = [
-            Arguments(*shard, score_mod, None, None, positions=None, **options)
-            for shard in zip(queries, keys, values)
+            Arguments(query, key, value, score_mod, selected=one, **options)
+            for query, key, value, one in zip(queries, keys, values, chosen)
         ]
         passed = list(map(validate.check_arguments, passed))
         plan = self._shared_plan(mask, passed)
@@ -230,6 +240,11 @@ class World:
         first = passed[0]
         call = prepare(first, plan)
         calls = [call._replace(plan=call.plan.for_rank(rank)) for rank in range(self.world_size)]
+        if selections is not None:
+            calls = [
+                one._replace(selected=selected_keys(arguments, one.plan))
+                for one, arguments in zip(calls, passed)
+            ]
         shards = [one[:3] for one in passed]
         if dispatch.is_traced(first.query):  # only shapes are computed, and nothing is sent
             parts = [_trace_call(call, *shard) for call, shard in zip(calls, shards, strict=True)]
@@ -262,7 +277,7 @@ class World:
 
     @property
     def _places(self) -> list[tuple[str, int, int]]:
-        """The places of all ranks, as of :func:`tritoncp.api.group_call.place_in_group`."""
+        """The places of all ranks, as of :func:`tritoncp.distributed.groups.place_in_group`."""
         return [("", self.world_size, rank) for rank in range(self.world_size)]
 
     def _checked(self, plan_or_mask: Any) -> Any:
@@ -278,7 +293,7 @@ class World:
         if plan.world_size != self.world_size:
             raise ValueError(f"the plan is for {plan.world_size} ranks, this world has {self.world_size}")
 
-    def _count(self, xs: Sequence[Tensor]) -> None:
+    def _count(self, xs: Sequence[Any]) -> None:
         if len(xs) != self.world_size:
             raise ValueError(
                 f"got a list of {len(xs)} shards; {self.world_size} are needed, one for each rank"

@@ -31,6 +31,8 @@ from tritoncp.mods import Mod, deterministic_sum
 from tritoncp.mods.mod import arguments, gradient_arguments
 from tritoncp.mods.tracing import OwnGradient, WideGradients
 from tritoncp.planning.step_tables import Engine
+from tritoncp.selection.cpu_engine import SelectedCpuEngine
+from tritoncp.selection.visible import VisiblePairs
 
 if TYPE_CHECKING:
     from tritoncp.kernels.engine import TritonEngine
@@ -74,14 +76,7 @@ def engine_of(
     warn_left_out(call.options)
     plan, score, device = call.plan, call.score, q.device
     if not q.is_cuda and not uses_triton(device):
-        warn_untested("torch")
-        if call.is_invariant:
-            raise ValueError(
-                "kernel option invariant=True on the CPU engine, where the bits of matrix products depend on "
-                "shapes: omit it, or run the Triton kernels, on a GPU or with TRITON_INTERPRET=1"
-            )
-        mask = call_mods.translate_mask(plan, q)
-        return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
+        return _cpu_engine_of(call, q, grads)
     warn_untested("torch", "triton")
     tensors, numbers = call.score_tensors, ()
     if score is not None:
@@ -102,10 +97,44 @@ def engine_of(
         executable = executables.put(EngineKey(*key), _make_executable(call, q, v, grads))
     if executable.mask_mod is not None:
         executable.mask_mod.on_current_stream()  # the engine reads its tensors on this stream
-    if score is None or not (tensors or score.numbers):
-        return executable.engine
-    caps = arguments(tensors, score.numbers)
-    return executable.engine.with_captures(caps, gradient_arguments(grads) if grads else ())
+    engine = executable.engine
+    if score is not None and (tensors or score.numbers):
+        caps = arguments(tensors, score.numbers)
+        engine = engine.with_captures(caps, gradient_arguments(grads) if grads else ())
+    if call.selected is None:
+        return engine
+    from tritoncp.selection.triton_engine import SelectedTritonEngine  # late: it imports the kernels
+
+    mask_mod = None if executable.mask_mod is None else executable.mask_mod.on_current_stream()
+    return SelectedTritonEngine(engine, call.selected, _pairs(call, mask_mod, q), *_rows(call, q))
+
+
+def _pairs(call: Call, mask_mod: Mod | None, q: Tensor) -> VisiblePairs:
+    """Return the look-up of the pairs that a call's mask shows, made once for a plan and device."""
+    kept, key = caches_of(call.plan).visible_keys, (call.plan.first_row, q.device, mask_mod)
+    made = VisiblePairs(call.plan.mask, _check_torch_form(mask_mod), call.plan.first_row, q.device)
+    return kept.get(key) or kept.put(key, made)
+
+
+def _rows(call: Call, q: Tensor) -> tuple[int, Tensor]:
+    """Return the number of query heads, and the positions of the rows."""
+    return q.shape[1], call.plan.positions
+
+
+def _cpu_engine_of(call: Call, q: Tensor, grads: Sequence[Tensor]) -> Engine:
+    """Return the CPU engine for one pass of a call."""
+    warn_untested("torch")
+    if call.is_invariant:
+        raise ValueError(
+            "kernel option invariant=True on the CPU engine, where the bits of matrix products depend on "
+            "shapes: omit it, or run the Triton kernels, on a GPU or with TRITON_INTERPRET=1"
+        )
+    mask = call_mods.translate_mask(call.plan, q)
+    on_device = None if mask is None else mask.on_current_stream()
+    engine = cpu_engine(call, on_device, q.dtype, grads)
+    if call.selected is not None:
+        return SelectedCpuEngine(engine, call.selected, _pairs(call, on_device, q), *_rows(call, q))
+    return engine
 
 
 def _why_new(key: EngineKey, known: Iterable[EngineKey]) -> str:

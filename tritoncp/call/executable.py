@@ -47,6 +47,7 @@ class PlanCaches:
     cpu_steps:     steps of the CPU engine, by tables, shapes, first row and head
     structures:    by schedule and degree
     checked_calls: keys of the calls whose shards have the plan's sizes
+    visible_keys:  look-ups of pairs for selected keys, by first row, device and mask_mod
     facts:         by kind of call and its parts, see :func:`tritoncp.call.facts.with_facts`
     """
 
@@ -55,7 +56,8 @@ class PlanCaches:
         self.mask_mods: BoundedCache[Any, tuple[DeviceCopy[Mod] | None]] = BoundedCache(MAX_MASK_MODS)
         self.cpu_steps: BoundedCache[Any, Any] = BoundedCache(MAX_STEPS)
         self.structures: BoundedCache[Any, Any] = BoundedCache(MAX_STRUCTURES)
-        self.checked_calls: set[Any] = set()  # not a cache: three times as fast
+        self.visible_keys: BoundedCache[Any, Any] = BoundedCache(MAX_STRUCTURES)
+        self.checked_calls: set[Any] = set()  # no cache, whose look-up takes three times as long
         self.facts: BoundedCache[Any, Facts] = BoundedCache(MAX_CHECKED_CALLS)
 
 

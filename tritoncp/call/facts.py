@@ -35,6 +35,7 @@ class Facts(NamedTuple):
     plan:    :func:`plan_structure`, with the global lengths
     score:   :func:`structure_of_score`
     expand:  :func:`structure_of_expansion`, or None
+    selected: (heads, keys of a row, block_size, query_block) of the selected keys, or None
     options: kernel options, sorted by name
     returns: names of the results besides out
 
@@ -55,6 +56,7 @@ class Facts(NamedTuple):
     plan: Any
     score: tuple[Any, ...] | None
     expand: tuple[Any, ...] | None
+    selected: tuple[int, ...] | None
     options: tuple[tuple[str, Any], ...]
     returns: tuple[str, ...]
 
@@ -67,7 +69,8 @@ class Facts(NamedTuple):
             "cuda" if q.is_cuda else q.device.type, q.dtype, (batch, plan.first_row), (heads, kv_heads),
             (dim, v_dim), call.scale, plan_structure(plan),
             structure_of_score(call.score),
-            None if expand is None else structure_of_expansion(expand), call.options, call.returns,
+            None if expand is None else structure_of_expansion(expand),
+            call.selected and call.selected.structure, call.options, call.returns,
         )  # fmt: skip
         return tuple.__new__(cls, fields)  # as cls(*fields), in half the time
 
@@ -90,6 +93,7 @@ class Facts(NamedTuple):
             "sinks": "sinks" if "sinks" in self.returns else "no sinks",
             "score_mod": score,
             "expand": f"expand {self.expand}" if self.expand else "no expand",
+            "selected": _selected_text(self.selected),
         }
 
 
@@ -98,14 +102,15 @@ def with_facts(call: Call, kind: Any, q: Tensor, k: Tensor, v: Tensor) -> Call:
 
     kind: object that stands for the properties of q, k and v that the facts are made of
     """
-    plan, score, scale, group, options, returns, expand, tensors, _ = call
-    if expand is not None:  # reading its structure takes as long as making its facts
+    plan, score, scale, group, options, returns, expand, tensors, selected, _ = call
+    if expand is not None:  # to read its structure takes as long as to make its facts
         return call
     form = score and structure_of_score(score)
-    key = kind, plan.first_row, plan.schedule, plan.degree, scale, options, returns, form
+    chosen = selected and selected.structure
+    key = kind, plan.first_row, plan.schedule, plan.degree, scale, options, returns, form, chosen
     kept = caches_of(plan).facts
     facts = kept.get(key) or kept.put(key, Facts.of(call, q, k, v))
-    fields = plan, score, scale, group, options, returns, None, tensors, facts
+    fields = plan, score, scale, group, options, returns, None, tensors, selected, facts
     return tuple.__new__(Call, fields)  # as call._replace(facts=facts), in a third of the time
 
 
@@ -134,12 +139,19 @@ class EngineKey(NamedTuple):
     def difference(self, other: EngineKey) -> dict[str, str]:
         """Describe the fields by which another key differs, by name.
 
-        >>> first = EngineKey(Facts(*range(11)), (), (), 0, None, torch.device("cpu"), None, 0)
+        >>> first = EngineKey(Facts(*range(12)), (), (), 0, None, torch.device("cpu"), None, 0)
         >>> first.difference(first._replace(facts=first.facts._replace(scale=0.25), rank=1))
         {'scale': 'scale was 5 and is 0.25', 'rank': 'rank was 0 and is 1'}
         """
         old, new = ({**key.facts._asdict(), **key._asdict(), "facts": None} for key in (self, other))
         return {name: f"{name} was {old[name]} and is {new[name]}" for name in old if old[name] != new[name]}
+
+
+def _selected_text(structure: tuple[int, ...] | None) -> str:
+    if structure is None:
+        return "no selected keys"
+    heads, count, block_size, query_block = structure
+    return f"{count} selected keys of {heads} heads, block_size {block_size}, query_block {query_block}"
 
 
 def structure_of_score(score: Mod | None) -> tuple[Any, ...] | None:

@@ -33,7 +33,7 @@ from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.mods.user_code import describe
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.report.text import format_title
+from tritoncp.report.text import format_title
 
 MAX_PLANS = 64  # max plans per group, and of calls without a group
 MAX_BYTES = 1 << 30  # max bytes of their masks and placements

@@ -31,6 +31,7 @@ from tritoncp.mods import Mod
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.mods.user_code import describe, origin
 from tritoncp.planning.plan import Plan
+from tritoncp.selection.selection import Selection, check_indices, check_plan, check_selection
 
 MAX_SIGNATURES = 1024  # max signatures and plans per group
 MAX_SCALES = 16  # max values of scale that are compared per signature
@@ -53,11 +54,21 @@ def prepare(arguments: Arguments, plan: Plan, kind: CallKind | None = None) -> C
     if arguments.score_mod is not None:
         score, tensors = call_mods.translate_score(arguments.score_mod, query.dtype, query.device)
     group = kind and kind.ranks and kind.ranks()
+    selected = None if arguments.selected is None else selected_keys(arguments, plan)
     call = Call(
         plan, score, validate.scale_of(arguments), group, tuple(sorted(options.items())) if options else (),
-        arguments.returns, arguments.expand, tensors,
+        arguments.returns, arguments.expand, tensors, selected,
     )  # fmt: skip
     return with_facts(call, kind, *arguments[:3]) if kind and kind.is_kept else call
+
+
+def selected_keys(arguments: Arguments, plan: Plan) -> Selection:
+    """Return the selected keys of a call with unique indices, after checks."""
+    selected, expand = arguments.selected, arguments.expand
+    check_selection(selected, arguments.query, arguments.key.shape[1] if expand is None else expand.sizes[0])
+    check_indices(selected, plan.mask.kv_len)
+    check_plan(plan, arguments.kernel_options or {})
+    return selected.unique()
 
 
 class Table:

@@ -24,6 +24,7 @@ from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
 from tritoncp.planning.plan import Plan
+from tritoncp.selection.selection import Selection, check_indices
 
 if TYPE_CHECKING:
     from tritoncp.call.facts import Facts  # late: it imports this module
@@ -50,6 +51,7 @@ class Arguments(NamedTuple):
     sinks: Tensor | None = None
     batch_offset: int | None = None
     expand: Any = None
+    selected: Any = None
 
     @property
     def returns(self) -> tuple[str, ...]:
@@ -133,6 +135,7 @@ class Call(NamedTuple):
     options: kernel options, sorted by name
     returns: the results besides out: "lse", "max_scores"; "sinks" if the call has some
     score_tensors: the tensors that the score_mod captures
+    selected: the keys that were chosen at run time, with unique indices; None: the mask alone decides
     facts:   facts of the call and its tensors, if kept (:func:`tritoncp.call.facts.with_facts`), else None
 
     >>> from tritoncp import alibi, causal, create_block_mask, make_plan
@@ -159,6 +162,7 @@ class Call(NamedTuple):
     returns: tuple[str, ...] = ()
     expand: Expansion | None = None
     score_tensors: Sequence[Tensor] = ()
+    selected: Selection | None = None
     facts: Facts | None = None
 
     @property
@@ -240,13 +244,19 @@ class OpArguments(NamedTuple):
 
     def decode(self, x: Tensor) -> Call:
         """Decode the call. x: a tensor on its device. Checks that the state of the mask of a :class:`Call` is
-        unchanged; in a graph, the op that looks up the plan has done so."""
+        unchanged, since a program of torch.jit may run the op again; in a graph, the op that looks up the
+        plan has done so."""
         named, spec, score, expand = object_of(self.plan), decode_spec(self.spec), None, None
         score_tensors: Sequence[Tensor] = ()
         scale, options = self.scale, spec.options
         if isinstance(named, Call):
             named.plan.check_sources()
             return named.with_captures(self.captures)
+        selected = None
+        if spec.selected:
+            selected = Selection(self.captures[-1], *spec.selected)
+            check_indices(selected, named.mask.kv_len)
+            selected = selected.unique()
         if spec.has_inputs:
             from tritoncp.graph import inputs  # late: it imports Dynamo, which plans do not need
 
@@ -263,7 +273,7 @@ class OpArguments(NamedTuple):
                 numbers = [(name, inputs.rebuild(part, tensors, ints)) for name, part in spec.graph_options]
                 options = tuple(sorted([*options, *numbers]))
                 check_options(dict(options))
-        return Call(named, score, scale, spec.group, options, spec.returns, expand, score_tensors)
+        return Call(named, score, scale, spec.group, options, spec.returns, expand, score_tensors, selected)
 
     def with_leaves(self) -> OpArguments:
         """Detach the captures and mark those in ``wants`` as requiring grad, since an op's inputs do not

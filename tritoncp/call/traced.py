@@ -20,6 +20,7 @@ from tritoncp.graph.handle_ops import fake_handle
 from tritoncp.graph.inputs import flatten_callable, is_symbol, rebuild
 from tritoncp.graph.spec import encode_spec
 from tritoncp.kernels.options import check_options
+from tritoncp.selection.selection import check_selection
 
 
 def attend_in_graph(call: Arguments) -> list[Tensor]:
@@ -43,8 +44,13 @@ def attend_in_graph(call: Arguments) -> list[Tensor]:
         scale = validate.scale_of(call)
     options, graph_options = _split_options(call.kernel_options or {}, captures, numbers)
     plan = _find_in_graph(call, world)
+    selected = call.selected
+    if selected is not None:
+        check_selection(selected, call.query, call.key.shape[1] if expand is None else expand.sizes[0])
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
-    inputs = graph_scale, graph_options
+    inputs = graph_scale, graph_options, None if selected is None else tuple(selected[1:])
+    if selected is not None:
+        captures.append(selected.indices)
     spec = _spec(score, wants, world, options, call.returns, expansion, key_sizes, *inputs)
     return forward_op(*call[:3], dispatch.as_inputs(captures), numbers, scale, plan, spec)
 

@@ -70,6 +70,8 @@ def whole_inputs(node: Node) -> set[Node]:
 def fault(node: Node, cut: Any) -> str:
     """Return why an attention node cannot be cut, "" if it can."""
     spec = decode_spec(argument(node, "spec"))
+    if spec.selected is not None:
+        return "has selected=, whose rows are those of whole queries: keep it outside of chunks"
     if spec.sizes is not None:
         return "has expand=, and each chunk would compute keys and values again: expand before the call"
     if dict(spec.options).get("invariant"):

@@ -117,7 +117,7 @@ def _exchange(rewrite: Any, node: Node, op: Any, args: tuple[Any, ...]) -> Node:
     message.meta["unbacked_bindings"] = {symbol: (CallMethodKey("size"), SequenceKey(0))}
     plan = attention.plan_between_ranks(node)
     local, batch = sizes.rows, sizes.hint(expression(attention.argument(node, "q").meta["val"].shape[0]))
-    assert plan is not None  # known, since its chunks share keys
+    assert plan is not None  # only attention between ranks shares keys
     if local and batch:
         env.var_to_hint_override[symbol] = plan.world_size * local * batch
     wait: Node = rewrite.add_call(wait_op, (message,), stage)

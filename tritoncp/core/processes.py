@@ -15,14 +15,14 @@ from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Self
 
-import torch
-
 POLL = 0.2  # seconds between checks of time limits
 DYING = 2.0  # seconds to wait for the exit of a process that was killed, or whose pipe was closed
 
 
 def interpret_without_gpu() -> None:
     """Set TRITON_INTERPRET=1 if there is no GPU. Call it before Triton is imported."""
+    import torch  # late: spawned workers import this module and need no torch
+
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 

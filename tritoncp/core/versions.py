@@ -15,7 +15,7 @@ from functools import cache
 from tritoncp.core.caller import warn_caller
 
 OLDEST = {"torch": "2.11", "triton": "3.6"}  # equal to pyproject.toml
-NEWEST_TESTED = {"torch": "2.13.0", "triton": "3.7.1"}  # equal to constraints.txt
+NEWEST_TESTED = {"torch": "2.15.0", "triton": "3.9.0"}  # equal to constraints-newest.txt
 
 
 def installed_version(package: str) -> str | None:

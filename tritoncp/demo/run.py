@@ -18,7 +18,7 @@ from tritoncp.core.processes import interpret_without_gpu, torchrun_world_size
 from tritoncp.demo import train
 from tritoncp.demo.corpus import windows
 from tritoncp.demo.train import TrainingConfig, plan_documents
-from tritoncp.planning.report.drawing import require_matplotlib
+from tritoncp.report.drawing import require_matplotlib
 
 # Both runs do the same float32 arithmetic in another order. Losses of 2 to 6 lie on a grid of 2.4e-7 or
 # 4.8e-7, and AdamW accumulates differences in the last bits: over 20 steps they stayed below 1e-6. The bug

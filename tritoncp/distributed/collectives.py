@@ -21,7 +21,7 @@ from tritoncp.distributed.failures import AwaitedMessage, GroupClosed, Record
 from tritoncp.distributed.profiler_ranges import message_range
 
 T = TypeVar("T")
-# Renamed in torch 2.13, where the old names warn.
+# torch 2.13 renamed these functions, and its old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -21,6 +21,7 @@ class CallConstants(NamedTuple):
     graph_scale: structure of a scale that differs between runs of the graph, or None
     graph_options: (name, structure) of the kernel options that differ between runs; ``options`` has the
         others
+    selected:    (block_size, query_block) of the selected keys, whose indices are the last capture, or None
     """
 
     graph_score: str | None
@@ -32,6 +33,7 @@ class CallConstants(NamedTuple):
     sizes: Sequence[int] | None = None
     graph_scale: str | None = None
     graph_options: tuple[tuple[str, str], ...] = ()
+    selected: Sequence[int] | None = None
 
     @property
     def has_inputs(self) -> bool:

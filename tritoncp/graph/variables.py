@@ -1,6 +1,6 @@
 """Layouts of Dynamo's variables: of the real object behind a variable, or of a function that the graph makes.
 
-The only module that reads private parts of Dynamo (torch 2.11 to 2.13). Import it only while Dynamo traces,
+The only module that reads private parts of Dynamo (torch 2.11 to 2.15). Import it only while Dynamo traces,
 since it imports Dynamo.
 """
 

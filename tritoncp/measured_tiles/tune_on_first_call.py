@@ -66,8 +66,8 @@ def _tunable(device: torch.device) -> bool:
 
 
 def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allowed: float) -> None:
-    """Run `tritoncp autotune`, for at most twice ``allowed`` seconds, since it compiles first. One process
-    per machine runs it at a time. Raises RuntimeError if no tiles were measured."""
+    """Run `tritoncp autotune`, for at most twice ``allowed`` seconds, since it compiles first. Only one
+    process of a machine runs that command at a time. Raises RuntimeError if no tiles were measured."""
     deadline = time.monotonic() + 2 * allowed
     folder = tile_tables.output_folder()
     path = tile_tables.path_in(folder, tile_tables.device_of(device)).with_suffix(".tuning")

@@ -12,6 +12,8 @@ from tritoncp.core.records import replace
 from tritoncp.masks.mask import Mask
 from tritoncp.planning import SCHEDULES, cost
 from tritoncp.planning.balance import assign_blocks, balancers, resolve_balancer
+from tritoncp.planning.hardware import Hardware, hardware_of
+from tritoncp.planning.layer import Shape
 from tritoncp.planning.placement import Placement, by_blocks, joined, natural, pieces, recut, without_padding
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer, Work, work_of_rows
@@ -45,7 +47,7 @@ def build_all(
         (``kv_lengths`` for the keys, if they differ). "auto" chooses the balancer, or natural order, with the
         lowest predicted time of one layer of each mask, under its fastest schedule (or under ``schedule``).
     degree: number of ranks that exchange heads under "ulysses" and "ulysses+ring"; 0: as many as heads allow
-    layer: sizes of the layer for which "auto" chooses, see :meth:`cost.Shape.of_layer`; None: the defaults
+    layer: sizes of the layer for which "auto" chooses, see :meth:`Shape.of_layer`; None: the defaults
     """
     _check_options(masks, world_size, rank, schedule)
     if balancer not in (None, "auto"):
@@ -58,7 +60,7 @@ def build_all(
         return [replace(plan, reason="requested") for plan in plans]
     if world_size == 1:
         return plans
-    hardware = cost.hardware_of(world_size)
+    hardware = hardware_of(world_size)
     chosen = []
     for plan, costs in zip(plans, _estimate(plans, hardware, layer)):
         times = ", ".join(f"{one.schedule} {one.total * 1e3:.3g}" for one in costs)
@@ -76,13 +78,13 @@ def _make_plans(
 
 
 def _estimate(
-    plans: Sequence[Plan], hardware: cost.Hardware, layer: Mapping[str, int] | None
+    plans: Sequence[Plan], hardware: Hardware, layer: Mapping[str, int] | None
 ) -> list[tuple[cost.Cost, ...]]:
     """Estimate the costs of each plan for a layer, by default a standard one, with the batch rows of these
     plans. Traffic is summed over the batch rows of a plan, so that the layer needs the same number of
     them."""
     sizes = {"batch": max(plan.batch for plan in plans), **(layer or {})}
-    return [cost.costs(plan, cost.Shape.of_layer(plan, **sizes), hardware) for plan in plans]
+    return [cost.costs(plan, Shape.of_layer(plan, **sizes), hardware) for plan in plans]
 
 
 def _cheapest(
@@ -90,7 +92,7 @@ def _cheapest(
     layer: Mapping[str, int] | None,
 ) -> list[Plan]:  # fmt: skip
     """Make the plans of the balancer, or of natural order, with the lowest predicted time."""
-    hardware, blocks = cost.hardware_of(world_size), sum(mask.B * mask.runs.shape[2] for mask in masks)
+    hardware, blocks = hardware_of(world_size), sum(mask.B * mask.runs.shape[2] for mask in masks)
     skipped = [name for name, most in SLOW_BALANCERS.items() if blocks * world_size > most]
     candidates = []
     for name in (*(name for name in balancers if name not in skipped), None):  # None: natural order

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning import traffic
-from tritoncp.planning.memory import Shape, bytes_exchanged, elements_fetched, trade_heads
+from tritoncp.planning.hardware import Hardware
+from tritoncp.planning.layer import Shape
+from tritoncp.planning.message_bytes import bytes_exchanged, elements_fetched, trade_heads
 
 if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan
@@ -22,28 +24,6 @@ if TYPE_CHECKING:
 BACKWARD_RATIO = 2.5  # time of the backward pass in units of the forward pass: five matrix products for two
 DKDV_SHARE = 0.6  # share of dK and dV in the backward pass's time; the rest is dQ
 MAX_SAMPLED_RANKS = 16  # max number of ranks whose cost is computed; the slowest one sets the step's time
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Attained rates of a GPU and its interconnect.
-
-    flops: attention in 16 bits, per second; bandwidth: bytes that a rank sends per second; latency: seconds
-        per message; scattered: share of the bandwidth that an all-to-all of many pieces attains; memory:
-        bytes of device memory read and written per second.
-    """
-
-    name: str
-    flops: float
-    bandwidth: float
-    latency: float
-    scattered: float
-    source: str
-    memory: float = 2.4e12  # H100 and H200; their datasheets say 3.35e12 and 4.8e12
-
-
-NVLINK = Hardware("H100/H200, NVLink", 5.0e14, 4.0e11, 1.0e-5, 0.7, "datasheets, half of the peak FLOPs")
-NETWORK = Hardware("H100/H200, 400 Gb/s", 5.0e14, 4.5e10, 2.0e-5, 0.7, "datasheets, half of the peak FLOPs")
 
 
 @dataclass(frozen=True)
@@ -57,15 +37,6 @@ class Cost:
     @property
     def total(self) -> float:
         return self.forward + self.backward
-
-
-def hardware_of(world_size: int) -> Hardware:
-    """Return the assumed hardware: NVLink for up to eight ranks, the network beyond.
-
-    >>> hardware_of(8) is NVLINK, hardware_of(9) is NETWORK
-    (True, True)
-    """
-    return NVLINK if world_size <= 8 else NETWORK
 
 
 def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
@@ -130,10 +101,10 @@ def _ring(plan: Plan, ranks: Sequence[int], pairs: Tensor, shape: Shape, hardwar
     size = plan.kv.s_max * shape.row
     hop = size * shape.itemsize / hardware.bandwidth + hardware.latency
     follow = size * 4 / hardware.bandwidth + hardware.latency
-    times, expand = _seconds(shape, pairs, hardware), _expansion(shape, plan.kv.s_max, hardware)
+    times, expand = _seconds(shape, pairs, hardware).tolist(), _expansion(shape, plan.kv.s_max, hardware)
     forward = backward = 0.0
     for hops in zip(*(plan.derived.ring(rank) for rank in ranks)):
-        compute = max(float(times[i, h.owner]) if h.reads else 0.0 for i, h in enumerate(hops))
+        compute = max(times[i][h.owner] if h.reads else 0.0 for i, h in enumerate(hops))
         reads, moves = any(h.reads for h in hops), any(h.next is not None for h in hops)
         follows = any(h.dkv_to is not None for h in hops)
         forward += max(compute + reads * expand, moves * hop)

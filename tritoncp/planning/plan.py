@@ -6,37 +6,57 @@ rank except for the rank's number; it refers to no process group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.late_binding import load_bound
 from tritoncp.core.pytrees import register_handled
 from tritoncp.core.records import fields_of, record, replace
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
-from tritoncp.planning import memory
 from tritoncp.planning import traffic as key_traffic
-from tritoncp.planning.cost import Hardware
 from tritoncp.planning.derived import DerivedTables
+from tritoncp.planning.hardware import Hardware
 from tritoncp.planning.parts import check_keys, check_part, chunk_rows, rows_of_placement
 from tritoncp.planning.placement import Placement, check_side
-from tritoncp.planning.report.drawing import draw_figure
-from tritoncp.planning.report.facts import PlanFacts
-from tritoncp.planning.report.text import format_costs, format_text
 from tritoncp.planning.step_tables import Tables
 from tritoncp.planning.work import block_costs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+T = TypeVar("T")
+
+
+class Reports(Protocol):
+    """Text, figures and pictures of plans. They measure the schedules, which carry out plans, so they stand
+    above both: :mod:`tritoncp.report`."""
+
+    def count_bytes_sent(self, plan: Plan, backward: bool, shape: dict[str, int], /) -> int: ...
+    def explain(self, plan: Plan, hardware: Hardware | None, shape: dict[str, int], /) -> str: ...
+    def metrics(
+        self, plan: Plan, hardware: Hardware | None, shape: dict[str, int], /
+    ) -> dict[str, float]: ...
+    def plot(
+        self, plan: Plan, path: str | Path | None, hardware: Hardware | None, shape: dict[str, int], /
+    ) -> Figure: ...
+    def text(self, plan: Plan, /) -> str: ...
+
+
+def _reports() -> Reports:
+    """Return the reports, which the package's root binds: a plan knows nothing of what stands above it."""
+    reports: Reports = load_bound("reports of plans").REPORTS
+    return reports
 
 
 @record()
@@ -193,17 +213,23 @@ class Plan(BlockMaskInterface):
                 f"query has {heads} heads, which the plan exchanges among {self.degree} ranks; make the "
                 "second dimension of the mesh smaller"
             )
-        fitting = (d for d in range(1, self.world_size + 1) if self.world_size % d == 0 and d <= heads)
-        return self.degree or max(fitting)
+        world = self.world_size
+        return self.degree or max(d for d in range(1, min(world, heads) + 1) if world % d == 0)
 
     def rows(self, degree: int, heads: int) -> Plan:
         """Return the plan between rows of the mesh, in which ``degree`` neighbouring ranks count as one, for
         a layer of ``heads`` query heads."""
-        key = "rows", degree, heads
-        if (merged := self.derived.parts.get(key)) is None:
+
+        def merge() -> Plan:
             q, kv = self.q.merged(degree), self.kv.merged(degree)
-            merged = self.derived.parts.put(key, replace(self, q=q, kv=kv, rank=0, heads=heads, handle=None))
-        return merged.for_rank(self.rank // degree)
+            return replace(self, q=q, kv=kv, rank=0, heads=heads, handle=None)
+
+        return self.keep(("rows", degree, heads), merge).for_rank(self.rank // degree)
+
+    def keep(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """Return the value of a key, made once and kept with the plan's tables."""
+        value: T | None = self.derived.parts.get(key)
+        return self.derived.parts.put(key, make()) if value is None else value
 
     @property
     def batch(self) -> int:
@@ -406,6 +432,12 @@ class Plan(BlockMaskInterface):
         """Return ``fetch.rows`` on a device."""
         return self.derived.fetch_rows(self.rank, device).on_current_stream()
 
+    def returned_parts(self, grads: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pair the rows that each rank fetched of this one with the rows of ``grads`` [sum(fetch.sends), ...]
+        that it returns, rank after rank."""
+        sends = list(self.fetch.sends)
+        return zip(self.fetch_rows(grads.device).split(sends), grads.split(sends), strict=True)
+
     def tables(
         self,
         device: torch.device | str,
@@ -455,10 +487,8 @@ class Plan(BlockMaskInterface):
         Returns:
             Number of bytes.
         """
-        sizes = {"heads": kv_heads, "v_head_dim": head_dim, **shape}
-        layer = memory.Shape.of_layer(self, kv_heads=kv_heads, head_dim=head_dim, **sizes)
-        of_forward, of_backward = memory.bytes_sent(self, layer)
-        return int((of_forward + of_backward * backward)[self.rank])
+        sizes = {"heads": kv_heads, "v_head_dim": head_dim, **shape, "kv_heads": kv_heads}
+        return _reports().count_bytes_sent(self, backward, sizes | {"head_dim": head_dim})
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:
@@ -470,17 +500,15 @@ class Plan(BlockMaskInterface):
         order ptrr, schedule ... (predicted ms a layer on H100/H200, NVLink: ...)
 
         Args:
-            hardware: rates of the GPU and the interconnect, a :class:`tritoncp.planning.cost.Hardware`; None:
-                assumed from the number of ranks.
+            hardware: rates of the GPU and the interconnect, a
+                :class:`tritoncp.planning.hardware.Hardware`; None: assumed from the number of ranks.
             shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer. Defaults are in
-                :class:`tritoncp.planning.memory.Shape`; batch is the plan's by default.
+                :class:`tritoncp.planning.layer.Shape`; batch is the plan's by default.
 
         Returns:
             The table, and the reason of the plan's order and schedule.
         """
-        reason = f" ({self.reason})" if self.reason else ""
-        choice = f"order {self.balancer}, schedule {self.schedule}{reason}"
-        return "\n".join([*format_costs(PlanFacts.of(self, hardware, **shape)), choice])
+        return _reports().explain(self, hardware, shape)
 
     @on_host
     def metrics(self, hardware: Hardware | None = None, **shape: int) -> dict[str, float]:
@@ -506,7 +534,7 @@ class Plan(BlockMaskInterface):
         Returns:
             A flat dict of numbers.
         """
-        return PlanFacts.of(self, hardware, **shape).metrics
+        return _reports().metrics(self, hardware, shape)
 
     @on_host
     def plot(self, path: str | Path | None = None, hardware: Hardware | None = None, **shape: int) -> Figure:
@@ -523,11 +551,11 @@ class Plan(BlockMaskInterface):
         Returns:
             A Matplotlib figure, which a notebook shows.
         """
-        return draw_figure(PlanFacts.of(self, hardware, **shape), path)
+        return _reports().plot(self, path, hardware, shape)
 
     @on_host
     def __str__(self) -> str:
-        return format_text(PlanFacts.of(self))
+        return _reports().text(self)
 
     def __repr__(self) -> str:
         """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +50,7 @@ def _requested_slots(visible: Tensor, slots: Tensor, block: int) -> Tensor:
     return visible.gather(-1, at)
 
 
-@dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """Messages of one rank in one step of the ring; peers are ranks, None = no message.
 
     owner:     rank whose K and V this step is about

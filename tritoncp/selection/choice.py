@@ -15,6 +15,7 @@ ROWS = 128  # queries of a tile; shorter tiles are padded, so that the bits of a
 KEYS = 4096  # keys or blocks of a tile, from multiples of this number on, for the same reason
 SCORES = 1 << 23  # most products of a tile at a time
 LAST_POSITION = 2**31 - 1
+POOLS = ("mean", "max")
 NONE = torch.iinfo(torch.int64).min
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -19,12 +19,12 @@ class KeyLists(NamedTuple):
     """The keys of a step's buffer that each row of a selection sees.
 
     keys:  int32 [B, Hs, rows, width], rows of the buffer, visible ones first
-    count: int32 [B, Hs, rows], number of visible ones
+    counts: int32 [B, Hs, rows], number of visible ones
     shown: uint8 [B, Hs, rows, query_block, width], whether a query sees a key; None with one query a row
     """
 
     keys: Tensor
-    count: Tensor
+    counts: Tensor
     shown: Tensor | None
 
 
@@ -154,7 +154,7 @@ def row_lists(lists: KeyLists, num_keys: int) -> RowLists:
     row = torch.arange(rows, device=device)[:, None]
     for b in range(batch):
         for share in range(shares):
-            key, count = lists.keys[b, share], lists.count[b, share]
+            key, count = lists.keys[b, share], lists.counts[b, share]
             is_key = torch.arange(width, device=device) < count[:, None]
             number = torch.where(is_key, key // KEYS_OF_TILE * rows + row, tiles * rows).flatten()
             ordered, order = number.sort(stable=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritoncp.core.environment import CHECK
+from tritoncp.planning.plan import Plan
 
 MIN_BLOCK = 16  # keys; the smallest tile that tensor cores take
 MAX_ENTRIES = 2**31 - 1  # of a table, whose entries kernels count in int32
@@ -21,7 +23,7 @@ class Selection(NamedTuple):
     indices:     int32 or int64 [1 or B, Hs, rows, n], -1 for none, in any order; a repeated index counts
                  once. With ``block_size=1`` an index is the global position of a key, else the number of a
                  block: keys ``block_size * i`` to ``block_size * (i + 1) - 1``. Hs is 1, the number of KV
-                 heads or that of query heads. Rows are the local queries in their order, as of a shard.
+                 heads or the number of query heads. Rows are the local queries in the order of the shard.
     block_size:  1, or a multiple of 16
     query_block: number of adjacent local queries that share a row of ``indices``
 
@@ -33,6 +35,11 @@ class Selection(NamedTuple):
     indices: Tensor
     block_size: int = 1
     query_block: int = 1
+
+    @property
+    def structure(self) -> tuple[int, int, int, int]:
+        """Heads, indices of a row, block_size and query_block: equal on all ranks."""
+        return self.indices.shape[1], self.indices.shape[3], self.block_size, self.query_block
 
     def unique(self) -> Selection:
         """Return the selection with ascending indices, and -1 first, in place of repeated ones too.
@@ -46,9 +53,14 @@ class Selection(NamedTuple):
         return self._replace(indices=ordered.masked_fill_(repeated, -1).sort(-1).values)
 
     def to_dense(self, kv_len: int, rows: int | None = None) -> Tensor:
-        """Return the selected pairs, bool [1 or B, Hs, rows, kv_len]. For tests and small sequences.
+        """Return the selected pairs as a dense tensor, for tests and small sequences.
 
-        rows: number of queries; None: ``query_block`` times the rows of ``indices``
+        Args:
+            kv_len: number of keys
+            rows: number of queries; None: ``query_block`` times the rows of ``indices``
+
+        Returns:
+            Whether each pair is selected, bool [1 or B, Hs, rows, kv_len].
         """
         blocks = -(-kv_len // self.block_size)
         index = torch.where(self.indices < 0, blocks, self.indices).long()  # none: one more block, cut off
@@ -58,14 +70,8 @@ class Selection(NamedTuple):
         return shown.repeat_interleave(self.query_block, 2)[:, :, :rows]
 
 
-def check_selection(
-    selection: Selection, query: tuple[int, int, int], kv_heads: int, kv_len: int, device: torch.device
-) -> None:
-    """Raise TypeError or ValueError for a selection that does not fit a call.
-
-    query: (B, Hq, S_local); kv_len: keys of the whole sequence; device: that of the query. Indices on a GPU
-    are compared with ``kv_len`` under ``TRITONCP_CHECK=1`` alone, since that waits for the device.
-    """
+def check_selection(selection: Selection, query: Tensor, kv_heads: int) -> None:
+    """Raise TypeError or ValueError for a selection that does not fit queries [B, Hq, S_local, D]."""
     if not isinstance(selection, Selection):
         raise TypeError(
             f"selected is a {type(selection).__name__}; pass tritoncp.Selection(indices, block_size=...)"
@@ -74,8 +80,8 @@ def check_selection(
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
         kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
         raise TypeError(f"selected: indices are {kind}; an int32 or int64 tensor is needed")
-    _check_sizes(block_size, query_block)
-    batch, heads, rows = query
+    check_sizes(block_size, query_block)
+    batch, heads, rows, _ = query.shape
     needed = -(-rows // query_block)
     shape = tuple(indices.shape)
     if indices.ndim != 4 or shape[0] not in (1, batch) or shape[2] != needed:
@@ -93,24 +99,40 @@ def check_selection(
             f"selected: {indices.numel()} indices, and kernels count up to {MAX_ENTRIES}: select fewer keys, "
             "or blocks of keys"
         )
-    if indices.device != device:
-        raise ValueError(f"selected: indices are on {indices.device}, the query on {device}: move them there")
-    if device.type == "cpu" or CHECK.read():
-        _check_range(indices, block_size, kv_len)
+    if indices.device != query.device:
+        raise ValueError(
+            f"selected: indices are on {indices.device}, the query on {query.device}: move them there"
+        )
 
 
-def _check_sizes(block_size: int, query_block: int) -> None:
+def check_sizes(block_size: int, query_block: int) -> None:
     if not isinstance(block_size, int) or block_size < 1 or (block_size > 1 and block_size % MIN_BLOCK):
         raise ValueError(f"selected: block_size={block_size!r}; 1 or a multiple of {MIN_BLOCK} is needed")
     if not isinstance(query_block, int) or query_block < 1:
         raise ValueError(f"selected: query_block={query_block!r}; a positive int is needed")
 
 
-def _check_range(indices: Tensor, block_size: int, kv_len: int) -> None:
-    """Raise ValueError for an index that is neither -1 nor a key, or block, of the sequence."""
-    count, what = -(-kv_len // block_size), "keys" if block_size == 1 else f"blocks of {block_size} keys"
-    if not indices.numel():
+def check_plan(plan: Plan, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a plan or kernel options that cannot have selected keys."""
+    if plan.schedule.startswith("ulysses") and plan.world_size > 1:
+        raise ValueError(
+            f"selected= under the schedule {plan.schedule!r}, which exchanges heads, but not their selected "
+            'keys: pass schedule="allgather", "ring" or "fetch" to make_plan'
+        )
+    if options.get("invariant"):
+        raise ValueError("selected= with kernel option invariant=True, which it does not have: omit it")
+
+
+def check_indices(selection: Selection, kv_len: int) -> None:
+    """Raise ValueError for an index that is neither -1 nor a key, or block, of a sequence of ``kv_len`` keys.
+
+    Indices on a GPU are looked at under ``TRITONCP_CHECK=1`` alone, since that waits for the device; kernels
+    see no key for those past the end.
+    """
+    indices, block_size, _ = selection
+    if not indices.numel() or indices.is_meta or (indices.device.type != "cpu" and not CHECK.read()):
         return
+    count, what = -(-kv_len // block_size), "keys" if block_size == 1 else f"blocks of {block_size} keys"
     low, high = (int(x) for x in indices.aminmax())
     if low < -1 or high >= count:
         wrong = low if low < -1 else high

@@ -189,7 +189,7 @@ def _inputs(step: BackwardStep) -> dict[str, Any]:
 
 def _argument(x: Any) -> Any:
     """Return a tensor, State or None as a kernel's argument."""
-    return State(*map(view, x)) if isinstance(x, State) else view(x)
+    return State._make(map(view, x)) if isinstance(x, State) else view(x)
 
 
 def _share_of(lists: KeyLists, q: Tensor) -> int:

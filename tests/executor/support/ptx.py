@@ -45,7 +45,7 @@ def run_module(
     tensors = [torch.as_tensor(a) for a in arrays]
     extents = [extent_of(x, f"p{n}") for n, x in enumerate(tensors)]
     launch = GridExecution(write_program(text), grid, threads, 0, extents, Settings(seed))
-    with contextlib.suppress(CannotContinue):  # the log has it
+    with contextlib.suppress(CannotContinue):  # the fault is in the log
         launch.run([launch.memory.tag(x.data_ptr()) for x in tensors])
     return launch.log.faults
 

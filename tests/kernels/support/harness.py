@@ -35,7 +35,7 @@ def blocks_of(mod_of: Callable[[int], Any]) -> Callable[..., Mask]:
     return lambda n, block=32: create_block_mask(mod_of(n), None, None, n, n, BLOCK_SIZE=block)
 
 
-MASKS: dict[str, Callable[..., Mask]] = {  # of n tokens in blocks, by each route
+MASKS: dict[str, Callable[..., Mask]] = {  # masks of n tokens in blocks, for each route
     "full": lambda n, block=32: full_mask(n, n, block=block),
     "causal": blocks_of(lambda n: causal()),
     "window": blocks_of(lambda n: sliding_window(9, 3)),
@@ -117,7 +117,7 @@ def agree(got: Results, want: Results, tolerance: float | None = None) -> None:
 
 
 def _leaves(x: QKV, captured: Sequence[Tensor], start: Start) -> tuple[list[Tensor], list[Tensor]]:
-    """Leaves, strides kept; they require grad where there is a gradient to start from."""
+    """Make leaves with the same strides; they require grad if there is a gradient to start from."""
     leaves = [t.detach() for t in x], [t.detach().clone() for t in captured]
     for t in itertools.chain(*leaves):
         t.requires_grad_(start is not None and t.is_floating_point())

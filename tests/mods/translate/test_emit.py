@@ -148,6 +148,6 @@ LOADS: dict[str, tuple[int, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", LOADS)
 def test_loads_counts_the_axes_that_loads_vary_with(name: str) -> None:
-    """Tiles are smaller where each score has its own."""
+    """Tiles are smaller if each score loads another value."""
     sides, fn = LOADS[name]
     assert score_mod(fn).loads == sides

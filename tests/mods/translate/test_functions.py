@@ -70,9 +70,10 @@ def test_functions_of_scores_equal_dense_attention(names: list[str], engine: str
     check_attention(sum_of(names), tolerance=tolerance)
 
 
+@pytest.mark.long  # tests/test_plain.py draws tests of this room in make test
 @pytest.mark.interpreted
 def test_functions_of_libdevice_in_a_process_without_settings_of_tests() -> None:
-    """Their kernels run in Triton's interpreter as it is. Each of them is called."""
+    """Kernels run in Triton's unmodified interpreter, and each function is called."""
     run_code(
         """
 from tests.mods.translate.test_functions import FUNCTIONS, check_attention, sum_of
@@ -116,7 +117,7 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 
 def values_of(fn: Callable[..., Tensor], pairs: list[tuple[float, float]], dtype: torch.dtype) -> Tensor:
-    """fn(a, b) of up to N * N pairs inside a kernel."""
+    """Compute fn(a, b) for up to N * N pairs inside a kernel."""
     padded = torch.tensor(pairs + [(1.0, 1.0)] * (N * N - len(pairs)), dtype=dtype)
     first, second = padded.T.contiguous()
     mod = score_mod(lambda s, b, h, q, k: fn(s, second[q * N + k]).to(dtype), dtype)
@@ -159,7 +160,7 @@ def test_masks_take_the_same_functions(name: str) -> None:
 
 
 def test_mods_of_one_source_keep_their_torch_forms(engine: str) -> None:
-    """In kernels the mods differ in a captured size alone; in torch the added zeros have that size."""
+    """In kernels the mods differ only in a captured size; in torch the added zeros have that size."""
     x = torch.randn(1, 2, 12, 16, dtype=torch.float64)
     mods = [
         score_mod(lambda s, b, h, q, k, t=t: s + (t + torch.zeros(len(t)))[h], torch.float64)

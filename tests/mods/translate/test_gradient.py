@@ -49,7 +49,7 @@ def check(fn: Callable[..., Any], captures: list[Tensor], dtype: torch.dtype, to
 
 
 @pytest.mark.parametrize("name", MODS)
-def test_gradients_equal_those_of_autograd(name: str) -> None:
+def test_gradients_equal_autograds(name: str) -> None:
     check(MODS[name], [TABLE, SLOPES, SCALE, CUBE], torch.float64, 1e-9)
 
 

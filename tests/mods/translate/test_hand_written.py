@@ -45,7 +45,7 @@ def same(score, b, h, q_idx, kv_idx):
 
 
 def test_hand_written_mods_call_libdevice_in_the_interpreter() -> None:
-    """A module's function, an imported function, one of a helper; forward and backward."""
+    """Mods call a function of a module, an imported function, and one in a helper, forward and backward."""
     q, k, v, grad = (torch.randn(1, 2, 12, 16, dtype=torch.float64) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = tritoncp.flex_attention(*leaves, Mod.from_triton(capped, capped_gradient))

@@ -44,7 +44,7 @@ def test_captured_numbers_are_arguments() -> None:
     assert torch.equal(run_mask(two), eager_mask(window(5)))
 
 
-def test_one_is_a_number_too() -> None:
+def test_the_number_one_is_handled_like_other_numbers() -> None:
     """The value 1 of an argument, which Triton makes a constant, gives the same result."""
     for width in (1, 0, -1, 16, 2**40):
         assert torch.equal(run_mask(mask_mod(window(width))), eager_mask(window(width)))
@@ -191,7 +191,7 @@ WRITES: dict[str, Callable[..., Any]] = {  # to a captured tensor [4]
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("name", WRITES)
 def test_a_mod_that_writes_to_a_capture_is_refused_before_it_writes(name: str, learned: bool) -> None:
-    """Also a function with state that is compared by recordings, which run it on the tensor."""
+    """This holds also for a function whose state is compared by recordings, which run it on the tensor."""
     t = torch.arange(4.0).requires_grad_(learned)
     before, write = t.detach().clone(), WRITES[name]
 
@@ -225,7 +225,8 @@ class Random(torch.autograd.Function):
 
 @pytest.mark.parametrize("through_a_call", [False, True])
 def test_a_refusal_in_the_backward_pass_names_a_line_of_the_user(through_a_call: bool) -> None:
-    """The line of a backward method, else of the operation that has the derivative, however it is called."""
+    """It names the line of a backward method, or of the operation that has the derivative, in any form of
+    call."""
     weight = torch.ones(8, requires_grad=True)
     x = torch.ones(1, 1, 8, 16)
 

@@ -1,5 +1,5 @@
-"""Histories whose truth is known, drawn over sizes of steps, noise, outliers, drift and runs a commit; and a
-count of what a method says about them."""
+"""Random histories with known steps, for several step sizes, noises, outliers, drifts and numbers of runs per
+commit, and counts of the steps that a method finds in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
 
 
 def draw(seed: int, steps: int = 1) -> Drawn:
-    """Draw a history of 5 to 60 commits of 1, 2, 3 or 5 runs, of which one in ten is missing.
+    """Draw a history of 5 to 60 commits with 1, 2, 3 or 5 runs; one run in ten is missing.
 
     Noise of 0.2 to 1 %, no or 2 % of runs 10 to 30 % too slow, a drift of at most 1 %. steps: 0; 1, in the
     newest commits as often as in any; 2, two in the same direction or one that goes back
@@ -72,8 +72,8 @@ def moments(drawn: Drawn) -> Iterator[Drawn]:
 
 
 def judge(method: Method, histories: Sequence[Drawn]) -> Counter[str]:
-    """Count the histories, and in how many a method names another commit, names the newest step after RUNS
-    runs (``right``), that alone (``exact``), or not (``late``)."""
+    """Count the histories, and how often a method names another commit, names the newest step after RUNS runs
+    (``right``), names only that step (``exact``), or does not (``late``)."""
     counts: Counter[str] = Counter(histories=len(histories))
     for drawn in histories:
         wrong = False

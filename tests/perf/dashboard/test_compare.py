@@ -48,7 +48,7 @@ def test_an_interval_is_unknown_without_samples():
     assert (row.low, row.high) == (None, None) and row.regressed(0.1), "unknown is no excuse"
 
 
-def test_worst_come_first_and_the_mean_is_geometric():
+def test_the_worst_cases_come_first_and_the_mean_is_geometric():
     before = [point(name, 1.0) for name in ("same", "slow", "fast", "broke", "gone")]
     after = [
         point("same", 1.0),

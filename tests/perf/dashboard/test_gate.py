@@ -87,7 +87,7 @@ def test_a_first_run_on_a_device_is_compared_with_nothing(side):
     assert run_compare(empty, h200, "--allow-new-device").exit_code == 2, "broken lines are no first run"
 
 
-def test_a_comment_fits_into_a_comment(side):
+def test_a_comment_is_shortened_to_githubs_limit(side):
     cases = {f"case-{i}-{'x' * 80}": [1.0] for i in range(900)}
     before, after = side("before", **cases), side("after", **{name: [2.0] for name in cases})
     comment = run_compare(before, after, "--fail-over", "5", "--markdown").stdout

@@ -101,7 +101,7 @@ def test_steps_of_scaled_and_reversed_series_are_the_same_steps():
     assert ours(times[::-1], commits) == [(33, 33, True), (67, 67, False)]
 
 
-def test_a_step_within_the_runs_of_a_commit_is_none():
+def test_a_step_between_runs_of_one_commit_is_not_reported():
     assert ours(np.array([1.0] * 6 + [1.2] * 6), np.array([0] * 12)) == []
     found = ours(np.array([1.0] * 5 + [1.2] * 7), np.repeat([0, 1, 2, 3], 3))
     assert all(first <= 1 <= last or first <= 2 <= last for first, last, _ in found)

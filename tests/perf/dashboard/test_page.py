@@ -1,4 +1,5 @@
-"""The dashboard as a file: no regression is hidden, text of a history stays text, what is missing is said."""
+"""The dashboard as a file: no regression is hidden, text of a history stays text, missing data are
+reported."""
 
 import json
 import re

@@ -112,7 +112,7 @@ def test_an_accepted_change_is_not_slower_until_the_next_one(tmp_path):
         read_acceptances([tmp_path])
 
 
-def test_failures_are_no_times_and_do_not_move_a_change():
+def test_failures_do_not_count_as_times_and_do_not_move_a_change():
     trend = find_trend(line("c", [1.0] * 20 + [None] * 3 + [1.0] * 10 + [1.2] * 20))
     (change,) = trend.changes
     assert change.first <= 33 <= change.last <= 34 and trend.loss == pytest.approx(1.2)

@@ -81,7 +81,7 @@ def test_broken_lines_are_named_and_spoil_no_other(at, tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 20, -2, -1])
-def test_a_writer_that_died_in_a_line_costs_that_line_only(cut, tmp_path):
+def test_a_writer_that_died_in_a_line_loses_only_that_line(cut, tmp_path):
     path = tmp_path / "a.jsonl"
     for i in range(2):
         append(path, point(str(i)).as_line())

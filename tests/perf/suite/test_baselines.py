@@ -61,7 +61,7 @@ def test_torch_flex_attention_computes_the_same_case(mask):
     assert check.find_fault("out", actual, check.reference(case, tensors).out, torch.float32) is None
 
 
-def test_few_queries_are_measured_as_all_are() -> None:
+def test_cases_of_few_queries_are_measured_like_others() -> None:
     case = small("full", queries=3)
     tensors = baselines.inputs(case, CPU)
     expected_tensor = check.reference(case, tensors)
@@ -103,7 +103,7 @@ def test_the_packed_kernel_computes_the_same_case(mask, monkeypatch):
 
 
 @pytest.mark.parametrize("harm", ["one tile", "one row", "a NaN", "another scale"])
-def test_a_wrong_answer_has_a_fault(harm):
+def test_a_wrong_result_has_a_fault(harm):
     torch.manual_seed(0)
     expected = torch.randn(1, 2, 1024, 64)
     actual = expected.bfloat16()

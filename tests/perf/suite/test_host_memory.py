@@ -1,4 +1,4 @@
-"""The most memory that a piece of host code takes."""
+"""Peak memory of a piece of host code."""
 
 import os
 import sys

@@ -14,8 +14,8 @@ SHAPE = Problem("causal", 200, 4, 2, 16, 32, batch=2)
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_each_rank_does_the_work_of_its_own_rows(world):
-    """Of a mask whose batch rows and heads differ; 200 tokens are no multiple of a block."""
+def test_each_rank_does_the_work_of_its_rows(world):
+    """The mask differs between batch rows and heads; 200 tokens are no multiple of a block."""
     case = Case(("bits", 1), batch=2, heads=4, length=200, kv_length=200, block=(32, 64))
     plan = tritoncp.make_plan(case.block_mask(), world_size=world, rank=0)
     sizes = {"batch": 2, "kv_heads": 2, "head_dim": 16, "v_head_dim": 32, "itemsize": 2}

@@ -98,8 +98,7 @@ def number_rows(plan: Plan, local: Tensor) -> Tensor:
 
 def add_home(plan: Plan, home: Tensor, grads: Tensor) -> None:
     """Add the returned gradients one rank after the other, so that the order of every sum is fixed."""
-    sends = list(plan.fetch.sends)
-    for rows, part in zip(plan.fetch_rows(home.device).split(sends), grads.split(sends)):
+    for rows, part in plan.returned_parts(grads):
         if plan.fetch.batched:
             home[rows % len(home), rows // len(home)] += part[:, 0]
         else:

@@ -44,6 +44,15 @@ class Side:
         """Whether several ranks of the row have the same head."""
         return traffic.share(self.heads)
 
+    @functools.cached_property
+    def sharers(self) -> int:
+        """Number of neighbouring ranks that have the same heads, if all ranks have equally many heads and
+        share them with equally many ranks; else 0."""
+        ranks, count, sharers = len(self.heads), self.counts[0], self.heads.count(self.heads[0])
+        starts = [rank // sharers * count for rank in range(ranks)]
+        is_even = self.heads == [range(start, start + count) for start in starts]
+        return sharers if is_even and ranks % sharers == 0 else 0
+
 
 # A tensor by sequence is [B, H, S, D]: all heads of this rank's tokens. By heads it is [B, this rank's heads,
 # degree * rows, D]: all tokens of the row.
@@ -77,9 +86,9 @@ class HeadExchange:
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
         """Return the exchange of a call. The plan keeps it for calls with the same numbers of heads."""
-        exchanges, heads = plan.derived.parts, (q.shape[1], k.shape[1])
+        heads = q.shape[1], k.shape[1]
         key = "exchange", plan.rank, plan.schedule, plan.degree, *heads
-        return exchanges.get(key) or exchanges.put(key, cls._build(plan, *heads))
+        return plan.keep(key, lambda: cls._build(plan, *heads))
 
     @classmethod
     def _build(cls, plan: Plan, heads: int, kv_heads: int) -> HeadExchange:
@@ -145,12 +154,16 @@ class HeadExchange:
         return x
 
     def _part_pairs(self, side: Side, message: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pair the parts of a message of this rank's tokens with their places in a tensor [B, H, S, D]: one
-        pair per rank, or one for all ranks if they have the same number of heads."""
-        (batch, _, tokens, channels), (count, *other_counts) = x.shape, side.counts
-        if not side.shared and other_counts == [count] * len(other_counts):
-            ranks = message.view(self.degree, side.rows, batch, count, channels)
-            yield ranks[:, :tokens], x.unflatten(1, (self.degree, count)).permute(1, 3, 0, 2, 4)
+        """Pair the parts of a message of this rank's tokens with their places in a tensor [B, H, S, D]: for
+        each rank, or at once for all ranks whose heads differ. Ranks that share heads follow in their order.
+        """
+        batch, _, tokens, channels = x.shape
+        if sharers := side.sharers:
+            groups, count = self.degree // sharers, side.counts[0]
+            parts = message.view(groups, sharers, side.rows, batch, count, channels)[:, :, :tokens]
+            places = x.unflatten(1, (groups, count)).permute(1, 3, 0, 2, 4)
+            for part in parts.unbind(1):
+                yield part, places
             return
         sizes = [count * side.rows * batch for count in side.counts]
         for heads, part in zip(side.heads, message.split(sizes), strict=True):

@@ -93,9 +93,11 @@ def backward(
 
 def _send(plan: Plan, x: Tensor, target: int | None, sources: Sequence[int | None]) -> AllToAll:
     """Send a buffer to one rank or none, and receive one from each of ``sources``, in the order of ranks."""
-    sends, recvs = (
-        [plan.kv.s_max * (rank in peers) for rank in range(plan.world_size)] for peers in ((target,), sources)
-    )
+    rows, sends, recvs = plan.kv.s_max, [0] * plan.world_size, [0] * plan.world_size
+    for counts, peers in ((sends, (target,)), (recvs, sources)):
+        for peer in peers:
+            if peer is not None:
+                counts[peer] = rows
     return AllToAll(x if target is not None else x[:0], sends, recvs)
 
 

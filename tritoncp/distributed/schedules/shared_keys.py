@@ -116,9 +116,9 @@ def land_gradients(plan: Plan, returned: Tensor, k: Tensor) -> tuple[Tensor, Ten
     rows = returned.unflatten(0, (-1, batch))
     if plan.schedule == "allgather":
         return separate(rows, k)
-    length, sends = _local_rows(plan, k), list(plan.fetch.sends)
+    length = _local_rows(plan, k)
     home = rows[:length].clone()
-    for places, part in zip(plan.fetch_rows(home.device).split(sends), rows[length:].split(sends)):
+    for places, part in plan.returned_parts(rows[length:]):
         home[places] += part
     if plan.fetch.batched:
         home = home.view(k.shape[0], k.shape[2], *home.shape[2:]).transpose(0, 1)

@@ -26,6 +26,7 @@ TYPES = {
     "f16": {0: "f16", 1: "bf16"},
     "tf32": {2: "tf32"},
     "f8f6f4": {0: "e4m3", 1: "e5m2"},
+    "i8": {0: "u8", 1: "s8"},
 }  # kind -> types by field of an instruction descriptor
 SWIZZLES = {0: 0, 2: 3, 4: 2, 6: 1}  # mode of a matrix descriptor -> swizzle
 
@@ -40,14 +41,15 @@ class ProductShape(NamedTuple):
     b: str
     flip_a: bool
     flip_b: bool
-    half_result: bool  # results: float16 in the lower halves of columns, else float32
+    result: str  # "f16", in the lower halves of columns; "f32"; "s32"
 
 
 def shape_of(descriptor: int, kind: str, site: int) -> ProductShape:
     def bits(low: int, n: int) -> int:
         return descriptor >> low & ((1 << n) - 1)
 
-    if kind not in TYPES or bits(0, 4) or bits(13, 2) or bits(30, 2) or bits(4, 2) > 1:
+    results = {2: "s32"} if kind == "i8" else {0: "f16", 1: "f32"}
+    if kind not in TYPES or bits(0, 4) or bits(13, 2) or bits(30, 2) or bits(4, 2) not in results:
         raise CannotContinue(f"tcgen05.mma.kind::{kind} with descriptor {descriptor:#x}", site)
     types, m, n = TYPES[kind], bits(24, 5) * 16, bits(17, 6) * 8
     if m not in (64, 128) or n % (8 if m == 64 else 16) or not 8 <= n <= 256:
@@ -55,10 +57,10 @@ def shape_of(descriptor: int, kind: str, site: int) -> ProductShape:
     if bits(7, 3) not in types or bits(10, 3) not in types:
         raise CannotContinue(f"tcgen05.mma.kind::{kind} of types {bits(7, 3)} and {bits(10, 3)}", site)
     a, b = types[bits(7, 3)], types[bits(10, 3)]
-    half = bits(4, 2) == 0
-    if half and (kind == "tf32" or "bf16" in (a, b)):
+    result = results[bits(4, 2)]
+    if result == "f16" and (kind == "tf32" or "bf16" in (a, b)):
         raise CannotContinue(f"tcgen05.mma of {a} with a float16 result", site)
-    return ProductShape(m, n, 32 // NBYTES[a], a, b, bool(bits(15, 1)), bool(bits(16, 1)), half)
+    return ProductShape(m, n, 32 // NBYTES[a], a, b, bool(bits(15, 1)), bool(bits(16, 1)), result)
 
 
 class Tcgen05:
@@ -121,10 +123,13 @@ class Tcgen05:
         out = np.matmul(left, right.transpose(0, 2, 1)).reshape(len(cta), 4, shape.m // 4, shape.n)
         if self.ctas.launch.check:
             self.check_result(access, cells, keep)
-        if shape.half_result:
+        if shape.result == "f16":
             data = tensor.columns(tensor.data)
             before = data[cells].astype("u2").view("f2") if keep else np.float16(0)
             data[cells] = (before + out).astype("f2").view("u2")
+        elif shape.result == "s32":  # `out` is exact: at most 32 products of 16 bits
+            data = tensor.columns(tensor.data.view("i4"))
+            data[cells] = data[cells] + out.astype("i4") if keep else out.astype("i4")
         else:
             data = tensor.columns(tensor.data.view("f4"))
             data[cells] = data[cells] + out if keep else out

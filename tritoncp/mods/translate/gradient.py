@@ -102,7 +102,7 @@ def collapse(block: Block, value: Sparse) -> Scalar | Sparse:
 def as_sparse(value: Scalar | Sparse | Lazy) -> Sparse:
     """Convert a gradient to a Sparse: a Scalar to one entry without indices, a dense zero to no entry.
 
-    A short dense gradient gets an entry per element. Raises TooLong for longer ones.
+    A short dense gradient gets an entry per element; a longer one raises TooLong.
     """
     if isinstance(value, Scalar):
         return Sparse((), value.dtype, (GradientEntry((), value),))

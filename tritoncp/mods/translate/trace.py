@@ -254,7 +254,7 @@ class _Recorder(FakeRecorder):
 
 class _ValueChecks(TorchFunctionMode):
     """Torch function mode that raises Untranslatable for `tolist` and `numpy`, which cannot be traced, and
-    for writes before torch refuses them with another error or reads an index."""
+    for a write to a captured tensor or to an element whose index depends on the pair."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__setitem__:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tritoncp.planning.report.colours import rank_colours
-from tritoncp.planning.report.facts import PlanFacts
-from tritoncp.planning.report.text import format_costs, format_heading, format_meaning
-from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
+from tritoncp.report.colours import rank_colours
+from tritoncp.report.facts import PlanFacts
+from tritoncp.report.text import format_costs, format_heading, format_meaning
+from tritoncp.report.units import format_bytes, format_tokens, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Plans as text, JSON and pictures, and `tritoncp plan`: each shows the plan's own figures."""
+"""Plans as text, JSON and pictures, and `tritoncp plan`: each shows the figures of the plan."""
 
 import html
 import json
@@ -17,13 +17,13 @@ import tritoncp
 from tritoncp import Plan, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.cli import main
 from tritoncp.core.records import replace
-from tritoncp.planning import cost
 from tritoncp.planning.build import build
+from tritoncp.planning.hardware import Hardware
 from tritoncp.planning.placement import by_blocks
-from tritoncp.planning.report import drawing
-from tritoncp.planning.report.command import check_size
-from tritoncp.planning.report.facts import PlanFacts
-from tritoncp.planning.report.text import (
+from tritoncp.report import drawing
+from tritoncp.report.command import check_size
+from tritoncp.report.facts import PlanFacts
+from tritoncp.report.text import (
     WIDTH,
     format_blocks,
     format_heading,
@@ -52,7 +52,13 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("documents", "one rank", "one block")))
+        for name in PLANS
+    ],
+)
 def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path) -> None:
     plan: Plan = PLANS[name]
     figure = plan.plot(tmp_path / "new" / "folder" / "plan.png")
@@ -170,11 +176,11 @@ MEANING = [
 ]
 
 
-def test_the_text_of_a_small_plan_is_this(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_of_a_small_plan_has_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     mod = and_masks(causal(), document(lengths=[256, 768]))
     mask = create_block_mask(mod, 1, 1, 1024, 1024)
     plan = replace(build(mask, 3, 2, balancer="contiguous", schedule="ring"), reason="why")
-    facts = PlanFacts.of(plan, cost.Hardware("a GPU", 1e13, 1e10, 1e-5, 0.7, "by hand"), **LAYER)
+    facts = PlanFacts.of(plan, Hardware("a GPU", 1e13, 1e10, 1e-5, 0.7, "by hand"), **LAYER)
     text, _, meaning = format_text(facts).partition("what this means:\n")
     assert text == TEXT and meaning.split() == " ".join(MEANING).split() and format_meaning(facts) == MEANING
     for imbalance, word in ((1.02, "yes"), (1.021, "nearly"), (1.1, "nearly"), (1.11, "no")):
@@ -245,7 +251,7 @@ def test_plans_up_to_a_size_are_made() -> None:
                 check_size(*sizes[:place], size + 1, *sizes[place + 1 :])
 
 
-def test_json_has_the_plans_own_figures() -> None:
+def test_json_has_the_figures_of_the_plan() -> None:
     words = (
         "--mask=causal  & window(1K)",
         "--seq-len=64K",

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tritoncp.masks.block_runs import merge_ranges
-from tritoncp.planning.report.facts import PlanFacts
-from tritoncp.planning.report.units import format_bytes, format_ranks, format_tokens, shorten
-
-if TYPE_CHECKING:
-    from tritoncp.planning.plan import Plan
+from tritoncp.planning.plan import Plan
+from tritoncp.report.facts import PlanFacts
+from tritoncp.report.units import format_bytes, format_ranks, format_tokens, shorten
 
 WIDTH = 64  # characters across the mask
 MOST_RANKS = 24  # characters of a list of ranks
@@ -145,7 +143,7 @@ def format_costs(facts: PlanFacts) -> list[str]:
         f"{'most':>9}",
     ]
     for estimate in facts.costs:
-        sent, extra = facts.bytes_sent[estimate.schedule], max(facts.peaks[estimate.schedule][:2])
+        sent, extra = facts.bytes_sent[estimate.schedule], max(facts.peak(estimate.schedule))
         mark = "→" if facts.plan.schedule.partition("+")[0] == estimate.schedule else " "
         result.append(
             f"{mark} {estimate.schedule:<10} {estimate.forward * 1e3:>11.3f} "

@@ -11,7 +11,7 @@ import torch
 from tritoncp.masks import expressions
 from tritoncp.masks.mask import create_block_mask
 from tritoncp.planning.build import build
-from tritoncp.planning.report.facts import PlanFacts
+from tritoncp.report.facts import PlanFacts
 
 DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
 # The largest plan that is made: it takes about a minute and 4 GiB.

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.records import replace
 from tritoncp.masks.mask_mod import name_of
-from tritoncp.planning import cost, memory
+from tritoncp.planning import cost
+from tritoncp.planning.hardware import Hardware, hardware_of
+from tritoncp.planning.layer import Shape, check_latent
+from tritoncp.planning.message_bytes import bytes_sent
 from tritoncp.planning.moves import rows_between
 from tritoncp.planning.placement import in_order
-
-if TYPE_CHECKING:
-    from tritoncp.planning.plan import Plan
+from tritoncp.planning.plan import Plan
+from tritoncp.report.dry_run import Peak, largest_peak
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,19 @@ class PlanFacts:
     """
 
     plan: Plan
-    shape: cost.Shape
-    hardware: cost.Hardware
+    shape: Shape
+    hardware: Hardware
     expression: str  # the mask as its author wrote it
 
     @classmethod
-    def of(cls, plan: Plan, hardware: cost.Hardware | None = None, **shape: int) -> PlanFacts:
+    def of(cls, plan: Plan, hardware: Hardware | None = None, **shape: int) -> PlanFacts:
         """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
         mod = plan.mask.mask_mod
-        layer = cost.Shape.of_layer(plan, **shape)
+        layer = Shape.of_layer(plan, **shape)
         if layer.latent:
-            memory.check_latent(plan, f"latent={layer.latent}")
+            check_latent(plan, f"latent={layer.latent}")
         expression = "" if mod is None else name_of(mod)
-        return cls(plan, layer, hardware or cost.hardware_of(plan.world_size), expression)
+        return cls(plan, layer, hardware or hardware_of(plan.world_size), expression)
 
     @cached_property
     def costs(self) -> tuple[cost.Cost, ...]:
@@ -53,37 +56,33 @@ class PlanFacts:
     @cached_property
     def bytes_sent(self) -> dict[str, list[int]]:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
-        plans = {name: replace(self.plan, schedule=name, handle=None) for name in self._schedules}
-        return {
-            name: torch.add(*memory.bytes_sent(plan, self.shape)).tolist() for name, plan in plans.items()
-        }
+        names = dict.fromkeys([*(estimate.schedule for estimate in self.costs), self.plan.schedule])
+        plans = {name: replace(self.plan, schedule=name, handle=None) for name in names}
+        return {name: torch.add(*bytes_sent(plan, self.shape)).tolist() for name, plan in plans.items()}
 
-    @cached_property
-    def peaks(self) -> dict[str, memory.Peak]:
-        """Most memory of a rank beyond its shards and results, by schedule."""
-        ranks = cost.sample(self.plan.world_size)
-        return {name: memory.peak_under(self.plan, name, ranks, self.shape) for name in self._schedules}
-
-    @property
-    def _schedules(self) -> list[str]:
-        """Names of the estimated schedules, and of the plan's own."""
-        return list(dict.fromkeys([*(estimate.schedule for estimate in self.costs), self.plan.schedule]))
+    @computed_once
+    def peak(self, schedule: str) -> Peak:
+        """Most memory of a rank beyond its shards and results, under a schedule that need not be the
+        plan's."""
+        return largest_peak(replace(self.plan, schedule=schedule, handle=None), self.shape)
 
     @cached_property
     def metrics(self) -> dict[str, float]:
         """Figures of the plan's own schedule, each of the rank that has the most; docs/observability.md has
-        the meanings. Extra bytes and times are those of 16 evenly spaced ranks in larger worlds."""
+        the meanings. Times are those of 16 evenly spaced ranks in larger worlds."""
         plan, shape = self.plan, self.shape
         own = plan.schedule.partition("+")[0]  # "ulysses+ring" is estimated as "ulysses"
         # one rank sends nothing, which the cheapest schedule counts
         time = next(one for one in self.costs if one.schedule == own or plan.world_size == 1)
-        forward, backward = memory.bytes_sent(plan, shape)
+        forward, backward = bytes_sent(plan, shape)
         rows, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
         moves = rows_between(plan.q, in_order(plan.q.length, plan.world_size)).fill_diagonal_(0)
         row = (1 if plan.q.batch > 1 else shape.batch) * shape.heads * shape.v_head_dim * shape.itemsize
-        size = memory.TensorBytes.of(plan, shape, padded=True)
-        gradients = size.q + size.o + size.kv
-        extra = self.peaks[plan.schedule]
+        tokens = plan.q.s_max * shape.batch * shape.heads  # of the longest shard
+        gradients = tokens * (shape.head_dim + shape.v_head_dim) + plan.kv.s_max * shape.row
+        gradients *= shape.itemsize
+        shards = gradients + tokens * max(4, shape.itemsize)  # with lse
+        extra = self.peak(plan.schedule)
         return {
             "world_size": plan.world_size,
             "imbalance": plan.imbalance,
@@ -91,12 +90,12 @@ class PlanFacts:
             "forward_sent_bytes": int(forward.max()),
             "backward_sent_bytes": int(backward.max()),
             "reshard_sent_bytes": int(moves.sum(1).max()) * row,
-            "shard_bytes": size.shards,
+            "shard_bytes": shards,
             "gradient_bytes": gradients,
             "forward_extra_bytes": extra.forward,
             "backward_extra_bytes": extra.backward,
-            "forward_peak_bytes": size.shards + extra.forward,
-            "backward_peak_bytes": size.shards + gradients + extra.backward,
+            "forward_peak_bytes": shards + extra.forward,
+            "backward_peak_bytes": shards + gradients + extra.backward,
             "forward_ms": time.forward * 1e3,
             "backward_ms": time.backward * 1e3,
         }
@@ -130,7 +129,7 @@ class PlanFacts:
                 estimate.schedule: {
                     "forward_ms": estimate.forward * 1e3,
                     "backward_ms": estimate.backward * 1e3,
-                    "extra_bytes": max(self.peaks[estimate.schedule][:2]),
+                    "extra_bytes": max(self.peak(estimate.schedule)),
                     "sent_bytes": self.bytes_sent[estimate.schedule],
                 }
                 for estimate in self.costs

@@ -1,0 +1,226 @@
+"""Tests of calls with selected keys: on ranks, in graphs, with other arguments, and of the choice of keys."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import AuxRequest
+
+import tritoncp
+from tests.multiprocess import ranks
+from tritoncp import Selection, causal, create_block_mask, document, flex_attention, make_plan, select_keys
+from tritoncp.cpu import pointwise
+from tritoncp.reference.dense import dense_attention
+
+pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")
+F64 = torch.float64
+S = 96
+
+
+def mask() -> tritoncp.Mask:
+    """Two packed documents of unequal lengths."""
+    return create_block_mask(causal() & document(lengths=[61, S - 61]), 1, 1, S, S, BLOCK_SIZE=16)
+
+
+def qkv(seed: int = 0, batch: int = 2) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+    shapes = (batch, 4, S, 8), (batch, 2, S, 8), (batch, 2, S, 12)
+    return tuple(torch.randn(shape, generator=g, dtype=F64).requires_grad_() for shape in shapes)
+
+
+def draw(count: int = 10, seed: int = 0, heads: int = 1) -> Tensor:
+    return torch.randint(-1, S, (2, heads, S, count), generator=torch.Generator().manual_seed(seed)).int()
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, score: Any = None, sinks: Any = None) -> Any:
+    chosen = Selection(indices).to_dense(S).repeat_interleave(4 // indices.shape[1], 1)
+    return dense_attention(q, k, v, mask().to_dense(2, 4) & chosen, score, sinks=sinks)
+
+
+def grads(out: Tensor, leaves: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out.square().sum(), leaves)
+
+
+def agree(got: Any, want: Any) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def test_results_and_gradients_with_sinks_and_captures_are_those_of_dense_attention() -> None:
+    q, k, v = qkv()
+    bias, sinks = torch.randn(4, S, dtype=F64).requires_grad_(), torch.randn(4, dtype=F64).requires_grad_()
+    leaves = q, k, v, bias, sinks
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s + bias[h, kv_idx]
+
+    indices = draw(heads=2)
+    out, aux = flex_attention(
+        q, k, v, score, mask(), enable_gqa=True, sinks=sinks, selected=Selection(indices),
+        return_aux=AuxRequest(lse=True, max_scores=True),
+    )  # fmt: skip
+    want = dense(q, k, v, indices, score, sinks)
+    agree((out, aux.lse, aux.max_scores), want)
+    agree(grads(out, leaves), grads(want.out, leaves))
+
+
+@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
+def test_ranks_compute_what_one_process_does(schedule: str) -> None:
+    world, (q, k, v), indices = tritoncp.simulate(3), qkv(), draw()
+    plan = world.make_plan(mask(), schedule=schedule)
+    shards = [world.shard(x, plan, dim=2) for x in (q, k, v)]
+    chosen = [Selection(part) for part in world.shard(indices, plan, dim=2, pad=-1)]
+    outs = world.flex_attention(*shards, plan, enable_gqa=True, selected=chosen)
+    want = dense(q, k, v, indices).out
+    agree([world.unshard(outs, plan, dim=2)], [want])
+    agree(grads(torch.cat(outs, 2), (q, k, v)), grads(want, (q, k, v)))
+
+
+def test_processes_choose_the_same_keys_and_compute_what_one_does() -> None:
+    g = torch.Generator().manual_seed(3)
+    index_query, index_key = (torch.randint(-2, 3, (2, n, S, 4), generator=g).float() for n in (3, 1))
+    weights = torch.randint(0, 3, (2, 3, S), generator=g).float()
+    q, k, v = qkv()
+    whole = select_keys(index_query, index_key, weights, top=9, block_mask=mask())
+    want = flex_attention(q, k, v, mask(), enable_gqa=True, selected=whole)
+
+    def on_rank(group: Any, placed: bool) -> tuple[Tensor, Tensor]:
+        block_mask = make_plan(mask(), group) if placed else mask()
+        parts = [
+            tritoncp.shard(x.detach(), block_mask, group, dim=2)
+            for x in (index_query, index_key, weights, q, k, v)
+        ]
+        chosen = select_keys(*parts[:3], top=9, block_mask=block_mask, mesh=group)
+        out = flex_attention(*parts[3:], block_mask, enable_gqa=True, selected=chosen, mesh=group)
+        whole_out = tritoncp.unshard(out, block_mask, group, dim=2)
+        return tritoncp.unshard(chosen.indices, block_mask, group, dim=2), whole_out
+
+    for placed in (True, False):
+        for indices, out in ranks.run(3, on_rank, placed):
+            assert torch.equal(indices, whole.indices)
+            agree([out], [want.detach()])
+
+
+def test_a_graph_serves_all_indices() -> None:
+    """One compilation, in full, with gradients."""
+    compiled = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=compiled)
+    def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        return flex_attention(q, k, v, plan, enable_gqa=True, selected=Selection(indices))
+
+    plan = make_plan(mask())
+    for seed in range(3):
+        q, k, v = qkv(seed)
+        out, want = attend(q, k, v, draw(seed=seed)), dense(q, k, v, draw(seed=seed)).out
+        agree([out], [want])
+        agree(grads(out, (q, k, v)), grads(want, (q, k, v)))
+    assert compiled.frame_count == 1
+
+
+def test_indices_that_are_edited_after_a_call_do_not_change_its_gradients() -> None:
+    q, k, v = qkv()
+    indices = draw()
+    want = grads(dense(q, k, v, indices).out, (q, k, v))
+    out = flex_attention(q, k, v, mask(), enable_gqa=True, selected=Selection(indices))
+    indices.fill_(-1)
+    agree(grads(out, (q, k, v)), want)
+
+
+def test_latents_are_expanded_for_the_selected_keys() -> None:
+    g = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, S, 8, generator=g, dtype=F64).requires_grad_()
+    latent = torch.randn(2, 1, S, 6, generator=g, dtype=F64).requires_grad_()
+    weight = torch.randn(6, 2 * 20, generator=g, dtype=F64).requires_grad_()
+
+    def expand(rows: Tensor, weight: Tensor) -> Any:
+        return (rows @ weight).unflatten(-1, (2, 20)).squeeze(1).transpose(1, 2).split([8, 12], -1)
+
+    out = flex_attention(
+        q, latent, None, mask(), enable_gqa=True, expand=(expand, weight), selected=Selection(draw())
+    )
+    want = dense(q, *expand(latent, weight), draw()).out
+    leaves = q, latent, weight
+    agree([out], [want])
+    agree(grads(out, leaves), grads(want, leaves))
+
+
+def test_work_is_proportional_to_the_selected_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiplications per query: the same for a sequence of twice the length with as many selected keys."""
+    products, seen, counts = pointwise._products, [], []
+
+    def counted(a: Tensor, b: Tensor, transpose: bool = False) -> Tensor:
+        out = products(a, b, transpose)
+        seen.append(a.shape[-1] * out.numel())
+        return out
+
+    monkeypatch.setattr(pointwise, "_products", counted)
+    for length in (256, 512):
+        x = torch.randn(1, 1, length, 16)
+        every = create_block_mask(causal(), 1, 1, length, length)
+        indices = (torch.arange(length)[:, None] - torch.arange(8)).clamp(min=-1)
+        flex_attention(x, x, x, every, selected=Selection(indices[None, None]))
+        counts.append(sum(seen) / length)
+        seen.clear()
+    assert counts[0] >= 2 * 16 * 7 and counts[1] <= 1.1 * counts[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"selected": draw()}, "pass tritoncp.Selection"),
+        ({"selected": Selection(draw()[:, :, :5])}, "a row for each query of 96 local ones"),
+        ({"selected": Selection(draw() + S)}, "the sequence has 96 keys, 0 to 95"),
+        ({"kernel_options": {"invariant": True}}, "invariant=True"),
+    ],
+)
+def test_a_wrong_argument_is_refused(change: dict[str, Any], message: str) -> None:
+    q, k, v = qkv()
+    options = {"enable_gqa": True, "selected": Selection(draw())} | change
+    with pytest.raises((TypeError, ValueError), match=message):
+        flex_attention(q, k, v, mask(), **options)
+
+
+def test_ulysses_is_refused_with_its_remedy() -> None:
+    world = tritoncp.simulate(2)
+    plan = world.make_plan(mask(), schedule="ulysses")
+    shards = [world.shard(x, plan, dim=2) for x in qkv()]
+    chosen = [Selection(part) for part in world.shard(draw(), plan, dim=2, pad=-1)]
+    with pytest.raises(ValueError, match='pass schedule="allgather", "ring" or "fetch"'):
+        world.flex_attention(*shards, plan, enable_gqa=True, selected=chosen)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top": 0}, "top is at least 1"),
+        ({"top": 2, "first": 2, "own": True}, "at least as many as are always chosen"),
+        ({"top": 2.5}, "an int is needed"),
+        ({"block_size": 24}, "1 or a multiple of 16"),
+        ({"activation": "gelu"}, "pass one of 'relu'"),
+        ({"pool": "sum"}, "pass one of 'mean', 'max'"),
+        ({"query": torch.ones(1, 2, S, 4).long()}, "a tensor of floats is needed"),
+        ({"key": torch.ones(1, 3, S, 4)}, "key has 3 heads; 1 or 2 are needed"),
+        ({"key": torch.ones(1, 2, S, 5)}, r"key \[B, 1 or Hi, S_local, Di\] are needed"),
+        ({"weights": torch.ones(1, 2, S - 1)}, "one for each head and query"),
+        ({"query": torch.ones(1, 2, S - 1, 4)}, "query has 95 rows"),
+    ],
+)
+def test_a_wrong_argument_of_select_keys_is_refused(change: dict[str, Any], message: str) -> None:
+    x = torch.ones(1, 2, S, 4)
+    options: dict[str, Any] = {"query": x, "key": x, "top": 3, "block_mask": mask()} | change
+    with pytest.raises((TypeError, ValueError), match=message):
+        select_keys(**options)
+
+
+def test_a_query_that_sees_nothing_gives_zeros() -> None:
+    q, k, v = qkv()
+    nothing = Selection(torch.full((1, 1, S, 3), -1))
+    out, lse = flex_attention(q, k, v, mask(), enable_gqa=True, selected=nothing, return_lse=True)
+    assert not bool(out.any()) and bool((lse == -math.inf).all())
+    assert not any(bool(x.any()) for x in grads(out, (q, k, v)))

@@ -1,1 +1,0 @@
-"""Plans for readers: text, JSON and pictures, and the command `tritoncp plan`."""
