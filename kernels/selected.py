@@ -61,7 +61,8 @@ class TransposedLists(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Global positions, int32, of the queries [1 or B, S] and of the buffer's rows [1 or B, rows]."""
+    """Global positions, int32, of the queries [1 or B, S] and of the buffer's rows [1 or B, rows], -1 for
+    padding."""
 
     queries: Any
     query_stride: Any
@@ -278,12 +279,13 @@ def selected_dkdv_kernel(
     i_b = tl.program_id(2)
     o_n = tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
-    kv_rows = HeadRows(i_b, i_hkv, i_hkv, i_tile * BLOCK_N, o_n, places.num_keys - i_tile * BLOCK_N)
-    m_n = (o_n < kv_rows.count)[:, None]
-    o_kv = (i_tile * BLOCK_N + o_n)[:, None]
-    if score_mod.fn is not None:
-        o_key = i_tile * BLOCK_N + o_n
-        o_kv = load_positions(places.keys, places.key_stride, i_b, o_key, o_key < places.num_keys)[:, None]
+    o_key = i_tile * BLOCK_N + o_n
+    p_pos = places.keys + i_b.to(tl.int64) * places.key_stride + o_key
+    o_kv = tl.load(p_pos, mask=o_key < places.num_keys, other=-1)[:, None]
+    m_n = o_kv >= 0
+    # Rows that hold no key of this batch row may hold one of another, and are neither read nor written.
+    offsets = tl.where(tl.reshape(m_n, [BLOCK_N]), o_n, BLOCK_N)
+    kv_rows = HeadRows(i_b, i_hkv, i_hkv, i_tile * BLOCK_N, offsets, BLOCK_N)
     b_k = load_pieces(k, kv_rows, QK)  # [N, D]
     b_v = load_pieces(v, kv_rows, VO)  # [N, E]
     b_dk = zeros_pieces(BLOCK_N, QK, ACC)  # [N, D]

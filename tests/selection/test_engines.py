@@ -55,6 +55,7 @@ CASES = [  # (engine, mask, block_size, query_block, heads of the selection, ran
     ("triton", "a mask_mod of b and h", 1, 1, 2, 1, "allgather"),
     ("triton", "a mask_mod of b and h", 16, 8, 1, 3, "ring"),
     ("triton", "causal", 16, 8, 4, 3, "fetch"),
+    ("triton", "a mask_mod of b and h", 16, 8, 1, 2, "fetch"),
     ("triton", "causal", 16, 8, 2, 3, "allgather"),
 ]
 

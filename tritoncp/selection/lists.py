@@ -76,21 +76,24 @@ def chosen_keys(
 
 def rows_of_positions(slots: Tensor, kv_len: int) -> Tensor:
     """Return the row of a buffer that holds each global position, -1 where it is not in the buffer: int64
-    [Bp, kv_len].
+    [Bp, kv_len], on the device of the slots.
 
-    slots: int [Bp, n, 3] of (row in buffer, global position, tokens), on the CPU
+    slots: int [Bp, n, 3] of (row in buffer, global position, tokens), by ascending position
 
-    >>> rows_of_positions(torch.tensor([[[0, 4, 2], [2, 0, 1]]]), 6).tolist()
+    >>> rows_of_positions(torch.tensor([[[2, 0, 1], [0, 4, 2]]]), 6).tolist()
     [[2, -1, -1, -1, 0, 1]]
     """
-    slots = slots.to(torch.int64)
-    row, position, tokens = slots.unbind(-1)
-    batch, counts = torch.arange(len(slots))[:, None].expand_as(row).flatten(), tokens.flatten()
-    offset = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    rows, places = (x.flatten().repeat_interleave(counts) + offset for x in (row, position))
-    table = torch.full((len(slots), kv_len), -1)
-    table[batch.repeat_interleave(counts), places] = rows
-    return table
+    batch, count, _ = slots.shape
+    at = torch.arange(kv_len, device=slots.device).expand(batch, -1).contiguous()
+    if not count:
+        return torch.full_like(at, -1)
+    row, position, tokens = slots.to(torch.int64).unbind(-1)
+    start = torch.where(tokens > 0, position, kv_len)  # empty slots are last
+    slot = torch.searchsorted(start.contiguous(), at, right=True) - 1
+    index = slot.clamp(min=0)
+    offset = at - position.gather(1, index)
+    is_inside = (slot >= 0) & (offset < tokens.gather(1, index))
+    return torch.where(is_inside, row.gather(1, index) + offset, -1)
 
 
 def key_lists(

@@ -30,6 +30,7 @@ from tritoncp.selection.lists import KEYS_OF_TILE, KeyLists, RowLists, key_lists
 from tritoncp.selection.selection import Selection
 from tritoncp.selection.visible import VisiblePairs
 
+FULL_ROWS = 64  # of a tile of dK/dV, which several rows of the selection fill
 MAX_ROWS = 128  # of a tile: query heads times the queries that share a row of the selection
 
 
@@ -38,7 +39,7 @@ class StepLists:
     """The lists of one step, for the query heads of its tensors.
 
     places: positions of queries and of the buffer's rows, on the device
-    num_queries: local queries
+    num_keys: rows of the buffer
     """
 
     keys: KeyLists
@@ -106,13 +107,10 @@ class SelectedTritonEngine:
         share = _share_of(lists.keys, q)
         heads = _heads_of_tile(min(share, q.shape[1] // k.shape[1]), self.selection.query_block)
         filled = heads * self.selection.query_block
-        block = max(16, triton.next_power_of_2(filled))
+        block = max(FULL_ROWS, triton.next_power_of_2(filled))
         stride = 0 if ptr.shape[0] == 1 else ptr.shape[1]
         transposed = TransposedLists(ptr, rows, bits, stride, ptr.shape[2] - 1, rows.shape[2])
-        # Several rows of the selection fill a tile.
-        entries = max(1, max(block, 64 if block < 64 else block) // filled)
-        block = max(16, triton.next_power_of_2(filled * entries)) if filled * entries <= 64 else block
-        args = {"lists": transposed, "HEADS": heads, "ENTRIES": max(1, block // filled), "BLOCK_M": block}
+        args = {"lists": transposed, "HEADS": heads, "ENTRIES": block // filled, "BLOCK_M": block}
         grid = -(-k.shape[2] // KEYS_OF_TILE), k.shape[1], q.shape[0]
         flags = {"ADD": add, "score_grad": mods.score_back}
         return self._launch(selected_dkdv_kernel, tensors, lists, flags | args, grid)
@@ -161,15 +159,11 @@ class SelectedTritonEngine:
         if (found := self.lists.get(key)) is not None:
             return found
         device, kv_len = q.device, self.pairs.mask.kv_len
-        slots = tables.kv_slots.cpu()
-        places = rows_of_positions(slots, kv_len)
-        of_keys = _positions_of_rows(places, k.shape[2])
-        query_positions = self.positions.int().to(device)
-        key_positions = of_keys.int().to(device)
+        places, positions = rows_of_positions(tables.kv_slots, kv_len), self.positions.to(device)
         lists = key_lists(
-            self.selection, self.pairs, self.positions.to(device), places.to(device), q.shape[0], heads,
-            self.num_heads,
-        )  # fmt: skip
+            self.selection, self.pairs, positions, places, q.shape[0], heads, self.num_heads
+        )
+        query_positions, key_positions = positions.int(), _positions_of_rows(places, k.shape[2]).int()
         where = Places(
             query_positions,
             query_positions.shape[1] * (len(query_positions) > 1),
@@ -204,9 +198,9 @@ def _heads_of_tile(heads: int, queries: int) -> int:
 
 
 def _positions_of_rows(places: Tensor, rows: int) -> Tensor:
-    """Return the position of each row of a buffer, 0 for padding: int64 [Bp, rows]. places: of
+    """Return the position of each row of a buffer, -1 for padding: int64 [Bp, rows]. places: of
     :func:`rows_of_positions`"""
-    found = torch.zeros(len(places), rows + 1, dtype=torch.int64)
+    found = places.new_full((len(places), rows + 1), -1)
     index = torch.where(places < 0, rows, places)
-    found.scatter_(1, index, torch.arange(places.shape[1]).expand_as(places))
+    found.scatter_(1, index, torch.arange(places.shape[1], device=places.device).expand_as(places))
     return found[:, :rows]
