@@ -18,9 +18,9 @@ import click
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import Kind
 from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.mask import create_block_mask
+from tritoncp.masks.runs.block_runs import Kind
 from tritoncp.planning.plan import Plan
 
 Mod = Callable[..., Tensor]

@@ -25,8 +25,8 @@ from tritoncp.perf.suite.everyday_masks import everyday_masks
 from tritoncp.perf.suite.host_memory import peak_since, start_peak
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
-from tritoncp.planning.cost import BACKWARD_RATIO
-from tritoncp.planning.hardware import hardware_of
+from tritoncp.planning.costs.cost import BACKWARD_RATIO
+from tritoncp.planning.costs.hardware import hardware_of
 from tritoncp.planning.packer import pack_batches
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem

@@ -27,7 +27,7 @@ from tritoncp.kernels.operands import (
 )
 from tritoncp.kernels.options import ROUTES, TileRequest, check_options, choose, option_names
 from tritoncp.kernels.program_order import arrange_programs, check_grid, section_heads
-from tritoncp.kernels.route_check import verify_route
+from tritoncp.kernels.routes.route_check import verify_route
 from tritoncp.kernels.scores import Closure, Origin
 from tritoncp.kernels.tile_rules import (
     FEW,
@@ -326,7 +326,7 @@ def route_of(name: str) -> Any:
     """Import the module of a route of the forward pass other than "loops". Its ``launch`` takes an engine and
     the arguments of :meth:`TritonEngine.loops`; its ``obstacles`` yield reasons why a step cannot use it.
     """
-    return import_module(f"tritoncp.kernels.forward_{name}")
+    return import_module(f"tritoncp.kernels.routes.forward_{name}")
 
 
 def _backward_tensors(step: Any, **grads: Tensor | None) -> dict[str, Any]:

@@ -47,9 +47,10 @@ import pytest  # noqa: E402
 
 # Imported now: a test that changes the variable would fix the kind of their functions for the whole process.
 from tritoncp.call import engine_factory, mask_source  # noqa: E402
-from tritoncp.kernels import engine, forward_gluon  # noqa: E402, F401
+from tritoncp.kernels import engine  # noqa: E402, F401
+from tritoncp.kernels.routes import forward_gluon  # noqa: E402, F401
 from tritoncp.mods.translate import triton_helpers  # noqa: E402, F401
-from tritoncp.planning import traffic  # noqa: E402
+from tritoncp.planning.costs import traffic  # noqa: E402
 
 if not HAS_GPU and not PLAIN:
     from tests import exact_dot, interpreter_patches

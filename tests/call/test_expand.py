@@ -31,8 +31,8 @@ from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import Ticket
 from tritoncp.planning.build import build
-from tritoncp.planning.layer import Shape
-from tritoncp.planning.message_bytes import bytes_sent
+from tritoncp.planning.costs.layer import Shape
+from tritoncp.planning.costs.message_bytes import bytes_sent
 from tritoncp.reference.dense import dense_attention
 from tritoncp.report.dry_run import largest_peak, run_dry
 

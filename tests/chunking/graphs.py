@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from tritoncp.planning.hardware import Hardware
+from tritoncp.planning.costs.hardware import Hardware
 
 UNIT = Hardware("unit", flops=1.0, bandwidth=2.0, latency=0.0, scattered=1.0, source="", memory=1.0)
 ATEN, C10D = torch.ops.aten, torch.ops._c10d_functional

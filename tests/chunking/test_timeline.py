@@ -19,7 +19,7 @@ from tests.chunking.test_refusals import attend_by, forward_graph
 from tritoncp.chunking import Timeline, chunk, predict_timeline
 from tritoncp.chunking.streams.costs import _computes_nothing
 from tritoncp.chunking.streams.storages import Storages, _storage_bytes
-from tritoncp.planning.hardware import NVLINK
+from tritoncp.planning.costs.hardware import NVLINK
 from tritoncp.report.memory_meter import MemoryMeter
 
 NUMBERS = {"scale": torch.float32, "growth": torch.int32, "overflow": torch.float32}

@@ -23,8 +23,8 @@ from tritoncp.distributed.collectives import AllGather, ReduceScatter, Ticket
 from tritoncp.distributed.schedules import SCHEDULES, buffers
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.masks import create_block_mask
-from tritoncp.planning import traffic
 from tritoncp.planning.build import build
+from tritoncp.planning.costs import traffic
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "in_pieces")  # unless a test asks for kernels
 MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, None, 24, 24, BLOCK_SIZE=8)

@@ -20,7 +20,7 @@ from tritoncp import causal, create_block_mask, make_plan, simulate
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules.head_exchange import HeadExchange, Side
 from tritoncp.distributed.schedules.ulysses import stretches
-from tritoncp.planning import traffic
+from tritoncp.planning.costs import traffic
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for kernels
 BETWEEN = ("ulysses", "ulysses+ring")

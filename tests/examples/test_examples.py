@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from tests.multiprocess import ranks
-from tritoncp.planning import traffic
+from tritoncp.planning.costs import traffic
 
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = ("transformers", "torchtitan")  # prefixes of examples that tests/integrations runs

@@ -17,7 +17,7 @@ from tritoncp import (
     make_plan,
     varlen_attention,
 )
-from tritoncp.kernels import route_check
+from tritoncp.kernels.routes import route_check
 from tritoncp.kernels.tile_rules import architecture, widest_route
 
 DEVICE = "cuda"

@@ -11,8 +11,8 @@ import tritoncp
 from tests.kernels.support.harness import F64, agree, check, close, cotangents, qkv, run, same
 from tritoncp import Mask, causal, full_mask, not_, sliding_window
 from tritoncp.core.records import replace
-from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.mask import create_block_mask
+from tritoncp.masks.runs.block_runs import Runs
 
 TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_M1": 16, "BLOCK_N1": 16, "BLOCK_M2": 16, "BLOCK_N2": 16}
 

@@ -28,7 +28,7 @@ from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.streams import costs
 from tritoncp.chunking.streams.storages import hint
 from tritoncp.distributed import collectives
-from tritoncp.planning.hardware import NVLINK
+from tritoncp.planning.costs.hardware import NVLINK
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 B, S, CHUNKS = 4, 64, 2

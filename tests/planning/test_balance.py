@@ -24,7 +24,7 @@ from tritoncp import (
     sliding_window,
     tree,
 )
-from tritoncp.masks.block_runs import ABSENT, Kind, Runs
+from tritoncp.masks.runs.block_runs import ABSENT, Kind, Runs
 from tritoncp.planning.balance import assign_blocks, contiguous, head_tail, locality, per_document, ptrr
 from tritoncp.planning.build import build
 from tritoncp.planning.locality.branches import whole_branches

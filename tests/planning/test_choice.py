@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.planning.test_traffic import CASES
 
 import tritoncp
-from tests.planning.test_traffic import CASES
 from tritoncp import (
     Mask,
     and_masks,
@@ -19,9 +19,10 @@ from tritoncp import (
     make_plan,
     sliding_window,
 )
-from tritoncp.planning import build, cost
-from tritoncp.planning.hardware import hardware_of
-from tritoncp.planning.layer import Shape
+from tritoncp.planning import build
+from tritoncp.planning.costs import cost
+from tritoncp.planning.costs.hardware import hardware_of
+from tritoncp.planning.costs.layer import Shape
 
 ORDERS = [*balancers, None]
 LENGTHS = [300, 4000, 900, 1500, 28, 1024, 440]

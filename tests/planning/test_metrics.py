@@ -13,8 +13,8 @@ from tests.report.sent_bytes import sent_bytes
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.distributed.collectives import Collective
 from tritoncp.planning.build import build
-from tritoncp.planning.layer import Shape
-from tritoncp.planning.message_bytes import bytes_sent
+from tritoncp.planning.costs.layer import Shape
+from tritoncp.planning.costs.message_bytes import bytes_sent
 from tritoncp.report import dry_run
 from tritoncp.report.dry_run import measure
 

@@ -12,7 +12,7 @@ import torch
 from tritoncp import and_masks, causal, create_block_mask, document, flex_attention, make_plan, sliding_window
 from tritoncp.call import engine_factory
 from tritoncp.core.records import replace
-from tritoncp.masks.block_runs import Kind, Runs
+from tritoncp.masks.runs.block_runs import Kind, Runs
 from tritoncp.planning.parts import chunk_range, rows_of_placement
 from tritoncp.planning.placement import by_blocks
 

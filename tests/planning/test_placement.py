@@ -12,7 +12,7 @@ from torch import Tensor
 import tritoncp
 from tests.multiprocess.ranks import run
 from tritoncp import Mask, Plan, full_mask
-from tritoncp.masks.block_runs import Runs
+from tritoncp.masks.runs.block_runs import Runs
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import by_blocks, row_positions
 

@@ -14,7 +14,7 @@ from tests.planning.test_placement import placements
 from tritoncp import Plan, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.core.records import replace
 from tritoncp.planning.build import build
-from tritoncp.planning.layer import Shape
+from tritoncp.planning.costs.layer import Shape
 from tritoncp.report import dry_run
 from tritoncp.report.dry_run import Peak, largest_peak, measure
 from tritoncp.report.memory_meter import MemoryMeter

@@ -18,7 +18,7 @@ from tritoncp import Plan, and_masks, causal, create_block_mask, document, full_
 from tritoncp.cli import main
 from tritoncp.core.records import replace
 from tritoncp.planning.build import build
-from tritoncp.planning.hardware import Hardware
+from tritoncp.planning.costs.hardware import Hardware
 from tritoncp.planning.placement import by_blocks
 from tritoncp.report import drawing
 from tritoncp.report.command import check_size

@@ -14,9 +14,9 @@ from torch import Tensor
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import upload
-from tritoncp.masks.block_runs import content
 from tritoncp.masks.classification.interval_arithmetic import is_integer
 from tritoncp.masks.prefix_tree import Tree, as_host_tensor
+from tritoncp.masks.runs.block_runs import content
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.shifts import token_ancestors
 

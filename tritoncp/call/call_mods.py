@@ -16,8 +16,8 @@ from tritoncp import mods
 from tritoncp.call.executable import caches_of
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed.schedules.buffers import stats_dtype
-from tritoncp.masks.block_runs import Kind
 from tritoncp.masks.classification.classify import masked_blocks
+from tritoncp.masks.runs.block_runs import Kind
 from tritoncp.mods import Mod, Untranslatable
 from tritoncp.mods.mod import translate
 from tritoncp.planning.plan import Plan

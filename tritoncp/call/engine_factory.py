@@ -283,17 +283,11 @@ def name_functions() -> None:
     constants of its callees only if these were hashed before (triton 3.7.1, in
     ``DependenciesFinder._update_hash``).
     """
-    from tritoncp.kernels import (
-        backward,
-        forward,
-        forward_gluon,
-        scores,
-        tile_runs,
-        tiles,
-    )
+    from tritoncp.kernels import backward, forward, scores, selected, tile_runs, tiles
+    from tritoncp.kernels.routes import forward_gluon
     from tritoncp.mods.translate import triton_helpers
 
-    modules = tiles, tile_runs, scores, triton_helpers, forward, backward
+    modules = tiles, tile_runs, scores, triton_helpers, forward, backward, selected
     for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon has no interpreter
         for function in vars(module).values():
             if getattr(function, "__module__", "") == module.__name__:

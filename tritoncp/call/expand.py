@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tritoncp.distributed.schedules import buffers
 from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.mods.user_code import origin
-from tritoncp.planning.layer import check_latent
+from tritoncp.planning.costs.layer import check_latent
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, Engine, ForwardStep, PreparedStep, Tables
 

@@ -18,12 +18,12 @@ from tritoncp.call import validate
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.core.records import replace
-from tritoncp.masks.block_lists import index_lists
-from tritoncp.masks.block_runs import content
 from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.from_torch import from_block_mask, has_no_lengths
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.runs.block_lists import index_lists
+from tritoncp.masks.runs.block_runs import content
 from tritoncp.mods.captures import TensorReplacement
 from tritoncp.mods.places import stable
 from tritoncp.mods.snapshot import captured_state

@@ -25,8 +25,8 @@ from tritoncp.distributed.collectives import dtype_name
 from tritoncp.distributed.consistency import fact
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
-from tritoncp.masks.block_runs import content
 from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.runs.block_runs import content
 from tritoncp.mods import Mod
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.mods.user_code import describe, origin

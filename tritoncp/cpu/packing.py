@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import ramps
+from tritoncp.masks.runs.block_runs import ramps
 
 ALIGNMENT = 64  # bytes, the alignment of torch's allocations
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tritoncp.masks.block_runs import Kind
+from tritoncp.masks.runs.block_runs import Kind
 
 SHORT = 4  # max KV slots of a masked tile
 BAND_ROWS = 256  # rows of a band; with fewer, torch's kernel uses smaller products

@@ -15,10 +15,10 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import host
 from tritoncp.core.pytrees import as_tree
 from tritoncp.core.records import record
-from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.classification.interval_arithmetic import is_integer
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import as_host_tensor
+from tritoncp.masks.runs.block_runs import ramps
 
 
 @as_tree

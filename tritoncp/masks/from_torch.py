@@ -8,10 +8,10 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.records import replace
-from tritoncp.masks.block_lists import bound_ragged_blocks, kinds_from_lists
-from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.masks.mask import Mask, expand_intervals
 from tritoncp.masks.mask_mod import MaskMod, dependence_of
+from tritoncp.masks.runs.block_lists import bound_ragged_blocks, kinds_from_lists
+from tritoncp.masks.runs.block_runs import Kind, Runs
 
 ANY_LENGTH = 1 << 30  # tokens of a block; torch's _LARGE_SPARSE_BLOCK_SIZE
 

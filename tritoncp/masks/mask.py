@@ -21,19 +21,19 @@ from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.pytrees import register_handled
 from tritoncp.core.records import fields_of, record, replace
-from tritoncp.masks.block_lists import bound_ragged_blocks, lists_from_blocks
 from tritoncp.masks.block_mask_interface import (
     BlockMaskInterface,
     selected_numbers,
     sparsity_counts_blocks,
 )
-from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
 from tritoncp.masks.closed_forms import PartOfMask, as_int, is_closed_form
 from tritoncp.masks.mask_mod import MAX_TOKENS, Intervals, MaskFn, MaskMod
 from tritoncp.masks.prefix_tree import Tree
-from tritoncp.masks.transposed_runs import transpose
+from tritoncp.masks.runs.block_lists import bound_ragged_blocks, lists_from_blocks
+from tritoncp.masks.runs.block_runs import ABSENT, Kind, Runs
+from tritoncp.masks.runs.transposed_runs import transpose
 from tritoncp.mods.fingerprint import ModState
 from tritoncp.mods.places import check_pickles
 from tritoncp.mods.snapshot import Snapshot, captured_state

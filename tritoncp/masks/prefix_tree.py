@@ -18,7 +18,6 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import host
 from tritoncp.core.pytrees import as_tree
 from tritoncp.core.records import record
-from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.classification.interval_arithmetic import is_integer
 from tritoncp.masks.mask_mod import (
     MAX_TOKENS,
@@ -29,6 +28,7 @@ from tritoncp.masks.mask_mod import (
     check_window,
     clip_intervals,
 )
+from tritoncp.masks.runs.block_runs import ramps
 
 
 @as_tree

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.host_copy import on_host
-from tritoncp.masks.block_runs import Kind
 from tritoncp.masks.classification.classify import masked_blocks
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.runs.block_runs import Kind
 
 
 @on_host

@@ -10,10 +10,11 @@ import torch
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.records import replace
 from tritoncp.masks.mask import Mask
-from tritoncp.planning import SCHEDULES, cost
+from tritoncp.planning import SCHEDULES
 from tritoncp.planning.balance import assign_blocks, balancers, resolve_balancer
-from tritoncp.planning.hardware import Hardware, hardware_of
-from tritoncp.planning.layer import Shape
+from tritoncp.planning.costs import cost
+from tritoncp.planning.costs.hardware import Hardware, hardware_of
+from tritoncp.planning.costs.layer import Shape
 from tritoncp.planning.placement import Placement, by_blocks, joined, natural, pieces, recut, without_padding
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer, Work, work_of_rows

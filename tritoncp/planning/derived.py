@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache, computed_once
 from tritoncp.core.upload import DeviceCopy
-from tritoncp.masks.block_runs import Runs, content
 from tritoncp.masks.mask import Mask
-from tritoncp.planning import traffic as key_traffic
+from tritoncp.masks.runs.block_runs import Runs, content
+from tritoncp.planning.costs import traffic as key_traffic
 from tritoncp.planning.parts import needed_chunks
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import Tables, slot_runs, tables_of

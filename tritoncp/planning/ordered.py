@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.records import replace
 from tritoncp.core.upload import DeviceCopy
-from tritoncp.masks.block_runs import ramps
+from tritoncp.masks.runs.block_runs import ramps
 from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan

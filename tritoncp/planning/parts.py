@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import ABSENT, Kind
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.runs.block_runs import ABSENT, Kind
 from tritoncp.planning.placement import Placement, sort_by_position
 from tritoncp.planning.step_tables import slot_runs
 

@@ -19,7 +19,7 @@ from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import upload
-from tritoncp.masks.block_runs import content, ramps
+from tritoncp.masks.runs.block_runs import content, ramps
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,12 +21,12 @@ from tritoncp.core.late_binding import load_bound
 from tritoncp.core.pytrees import register_handled
 from tritoncp.core.records import fields_of, record, replace
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
-from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
-from tritoncp.planning import traffic as key_traffic
+from tritoncp.masks.runs.block_runs import Runs
+from tritoncp.planning.costs import traffic as key_traffic
+from tritoncp.planning.costs.hardware import Hardware
 from tritoncp.planning.derived import DerivedTables
-from tritoncp.planning.hardware import Hardware
 from tritoncp.planning.parts import check_keys, check_part, chunk_rows, rows_of_placement
 from tritoncp.planning.placement import Placement, check_side
 from tritoncp.planning.step_tables import Tables
@@ -501,9 +501,9 @@ class Plan(BlockMaskInterface):
 
         Args:
             hardware: rates of the GPU and the interconnect, a
-                :class:`tritoncp.planning.hardware.Hardware`; None: assumed from the number of ranks.
+                :class:`tritoncp.planning.costs.hardware.Hardware`; None: assumed from the number of ranks.
             shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer. Defaults are in
-                :class:`tritoncp.planning.layer.Shape`; batch is the plan's by default.
+                :class:`tritoncp.planning.costs.layer.Shape`; batch is the plan's by default.
 
         Returns:
             The table, and the reason of the plan's order and schedule.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.host_copy import on_host
-from tritoncp.masks.block_runs import content
+from tritoncp.masks.runs.block_runs import content
 from tritoncp.planning.placement import Placement
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.upload import DeviceCopy
-from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import UNBOUNDED
-from tritoncp.masks.transposed_runs import transpose
+from tritoncp.masks.runs.block_runs import Kind, Runs
+from tritoncp.masks.runs.transposed_runs import transpose
 
 
 class ForwardStep(NamedTuple):

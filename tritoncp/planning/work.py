@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import Runs, merge_runs
 from tritoncp.masks.mask import Mask
-from tritoncp.masks.transposed_runs import transpose
+from tritoncp.masks.runs.block_runs import Runs, merge_runs
+from tritoncp.masks.runs.transposed_runs import transpose
 
 MASKED_BLOCK_COST = 1.25
 """Cost of a masked block in units of a full block. The products are the same; the loop that also compares

@@ -18,10 +18,10 @@ from torch import Tensor
 from tritoncp.core.records import fields_of
 from tritoncp.distributed.collectives import AllGather, AllToAll, Collective, ReduceScatter, Requests, Ticket
 from tritoncp.distributed.schedules import schedule_of
-from tritoncp.planning.layer import Shape
+from tritoncp.planning.costs.layer import Shape
+from tritoncp.planning.costs.traffic import Fetch, Hop
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, Engine, ForwardStep, PreparedStep, Tables
-from tritoncp.planning.traffic import Fetch, Hop
 from tritoncp.report.memory_meter import MemoryMeter
 from tritoncp.report.samples import differing_turns, ranks_to_measure
 

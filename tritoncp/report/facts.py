@@ -12,10 +12,10 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.records import replace
 from tritoncp.masks.mask_mod import name_of
-from tritoncp.planning import cost
-from tritoncp.planning.hardware import Hardware, hardware_of
-from tritoncp.planning.layer import Shape, check_latent
-from tritoncp.planning.message_bytes import bytes_sent
+from tritoncp.planning.costs import cost
+from tritoncp.planning.costs.hardware import Hardware, hardware_of
+from tritoncp.planning.costs.layer import Shape, check_latent
+from tritoncp.planning.costs.message_bytes import bytes_sent
 from tritoncp.planning.moves import rows_between
 from tritoncp.planning.placement import in_order
 from tritoncp.planning.plan import Plan

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tritoncp.planning.hardware import Hardware
-from tritoncp.planning.layer import Shape
-from tritoncp.planning.message_bytes import bytes_sent
+from tritoncp.planning.costs.hardware import Hardware
+from tritoncp.planning.costs.layer import Shape
+from tritoncp.planning.costs.message_bytes import bytes_sent
 from tritoncp.planning.plan import Plan
 from tritoncp.report.drawing import draw_figure
 from tritoncp.report.facts import PlanFacts

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.planning.layer import Shape
-from tritoncp.planning.message_bytes import trade_heads
+from tritoncp.planning.costs.layer import Shape
+from tritoncp.planning.costs.message_bytes import trade_heads
+from tritoncp.planning.costs.traffic import Hop
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.traffic import Hop
 
 MAX_KINDS = 16  # of ranks, by their lengths and heads
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritoncp.masks.block_runs import merge_ranges
+from tritoncp.masks.runs.block_runs import merge_ranges
 from tritoncp.planning.plan import Plan
 from tritoncp.report.facts import PlanFacts
 from tritoncp.report.units import format_bytes, format_ranks, format_tokens, shorten

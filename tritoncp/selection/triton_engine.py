@@ -160,9 +160,7 @@ class SelectedTritonEngine:
             return found
         device, kv_len = q.device, self.pairs.mask.kv_len
         places, positions = rows_of_positions(tables.kv_slots, kv_len), self.positions.to(device)
-        lists = key_lists(
-            self.selection, self.pairs, positions, places, q.shape[0], heads, self.num_heads
-        )
+        lists = key_lists(self.selection, self.pairs, positions, places, q.shape[0], heads, self.num_heads)
         query_positions, key_positions = positions.int(), _positions_of_rows(places, k.shape[2]).int()
         where = Places(
             query_positions,

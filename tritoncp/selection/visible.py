@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import ABSENT, Kind
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.runs.block_runs import ABSENT, Kind
 from tritoncp.mods.tracing import vmapped
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from tritoncp.chunking.streams.storages import bytes_of, hint, is_collective, is
 from tritoncp.graph.flop_formulas import count_flops
 from tritoncp.graph.handle_ops import batch_rows_op, part_op
 from tritoncp.mods.tracing import fresh_dispatch
-from tritoncp.planning.hardware import Hardware
+from tritoncp.planning.costs.hardware import Hardware
 from tritoncp.planning.plan import Plan
 
 ALLOCATIONS = {

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from tritoncp.chunking.streams.costs import node_costs
 from tritoncp.chunking.streams.storages import LiveBytes, Storages, dependencies_of
 from tritoncp.chunking.streams.timeline import LEGEND, StreamClock, Timeline, replay
-from tritoncp.planning.hardware import Hardware
+from tritoncp.planning.costs.hardware import Hardware
 
 # Memory limits to try. A schedule exceeds its limit if no ready node fits, so that lower limits may fit
 # better.
@@ -76,7 +76,7 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
     """Reorder the nodes of a graph in place, so that communication overlaps with computation.
 
     >>> import torch
-    >>> from tritoncp.planning.hardware import NVLINK
+    >>> from tritoncp.planning.costs.hardware import NVLINK
     >>> gm = torch.export.export(torch.nn.Linear(4, 4), (torch.ones(8, 4),)).graph_module
     >>> print(str(order(gm, NVLINK)).splitlines()[0])  # doctest: +ELLIPSIS
     as written: ... ms, of which 0 ms of communication exposed; ...
@@ -85,7 +85,7 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
 
     Args:
         gm: forward, backward or joint graph.
-        hardware: rates of the GPU and the interconnect, a :class:`tritoncp.planning.hardware.Hardware`.
+        hardware: rates of the GPU and the interconnect, a :class:`tritoncp.planning.costs.hardware.Hardware`.
         memory: max bytes alive, inputs included (``Timeline.peak``); None: unlimited.
         boxed: whether the graph frees its inputs after their last user, see :func:`predict_timeline`.
 

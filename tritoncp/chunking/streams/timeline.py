@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from tritoncp.chunking.streams.costs import NodeCost, node_costs
 from tritoncp.chunking.streams.storages import LiveBytes, Storages
-from tritoncp.planning.hardware import Hardware
+from tritoncp.planning.costs.hardware import Hardware
 
 STREAMS = ("compute", "communication")
 SIGNS = {"product": "#", "attention": "@", "memory": "-", "message": "=", "wait": " "}
@@ -162,7 +162,7 @@ def predict_timeline(gm: GraphModule, hardware: Hardware, *, boxed: bool = False
     """Predict the timeline of a forward, backward or joint graph on two streams.
 
     >>> import torch
-    >>> from tritoncp.planning.hardware import NVLINK
+    >>> from tritoncp.planning.costs.hardware import NVLINK
     >>> gm = torch.export.export(torch.nn.Linear(4, 4), (torch.ones(8, 4),)).graph_module
     >>> timeline = predict_timeline(gm, NVLINK)
     >>> timeline.makespan == timeline.compute > 0, timeline.exposed
@@ -171,7 +171,7 @@ def predict_timeline(gm: GraphModule, hardware: Hardware, *, boxed: bool = False
     Args:
         gm: a graph whose nodes have fake values (``meta["val"]``); symbolic sizes are replaced by their
             hints.
-        hardware: rates of the GPU and the interconnect, a :class:`tritoncp.planning.hardware.Hardware`.
+        hardware: rates of the GPU and the interconnect, a :class:`tritoncp.planning.costs.hardware.Hardware`.
         boxed: whether the graph frees its inputs after their last user, as compiled backward passes do with
             saved tensors; else inputs live to the end.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Requests, Ticket
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, dq_of_one_step, outputs, pack, separate, views
-from tritoncp.planning import traffic
+from tritoncp.planning.costs import traffic
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, Engine, ForwardStep
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.distributed.collectives import AllToAll, Requests
 from tritoncp.distributed.schedules.buffers import laid_out_as
-from tritoncp.planning import traffic
+from tritoncp.planning.costs import traffic
 from tritoncp.planning.plan import Plan
 
 T = TypeVar("T")

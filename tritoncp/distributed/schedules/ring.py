@@ -38,9 +38,9 @@ from torch import Tensor
 from tritoncp.distributed.collectives import AllToAll, Requests, Ticket
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, new_state, outputs, pack, separate, views
+from tritoncp.planning.costs.traffic import Hop
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep, StepEngine
-from tritoncp.planning.traffic import Hop
 
 
 def forward(

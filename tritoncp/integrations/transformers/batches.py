@@ -43,8 +43,8 @@ from tritoncp.integrations.transformers.plans import (
     create_tree_mask,
 )
 from tritoncp.integrations.transformers.whole_sequences import hook_layers
-from tritoncp.masks.block_runs import content
 from tritoncp.masks.prefix_tree import tree as tree_mask
+from tritoncp.masks.runs.block_runs import content
 from tritoncp.masks.varlen import Documents
 from tritoncp.planning import ScheduleName
 from tritoncp.planning.balance import BalancerName

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx
 
 from tritoncp.core.upload import upload
-from tritoncp.masks.block_runs import ABSENT, Kind, Runs, ramps
 from tritoncp.masks.classification.expression import Expression, Reader
 from tritoncp.masks.classification.progress import bar
 from tritoncp.masks.classification.row_intervals import RowIntervals
@@ -24,7 +23,8 @@ from tritoncp.masks.classification.solve import Vectors, solve
 from tritoncp.masks.classification.tile_bounds import trace
 from tritoncp.masks.classification.tile_states import Tiles, TileStates, tile_states
 from tritoncp.masks.mask_mod import MaskFn
-from tritoncp.masks.transposed_runs import transpose
+from tritoncp.masks.runs.block_runs import ABSENT, Kind, Runs, ramps
+from tritoncp.masks.runs.transposed_runs import transpose
 from tritoncp.mods.tracing import read_batch_and_head, result_of, vmapped
 
 PairEvaluator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.classification.expression import MIRRORED
+from tritoncp.masks.runs.block_runs import Runs
 
 MOST = 8  # intervals of a row
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import merge_ranges
+from tritoncp.masks.runs.block_runs import merge_ranges
 from tritoncp.planning.locality.branches import whole_branches
 from tritoncp.planning.locality.pieces import even_counts, join_blocks, loads
 from tritoncp.planning.locality.windows import choose_windows

@@ -15,7 +15,7 @@ from tests.cases import Case
 from tests.draws import by_turns
 from tests.zoo import BALANCERS
 from tritoncp import Mask, Plan, make_plan
-from tritoncp.planning import traffic
+from tritoncp.planning.costs import traffic
 from tritoncp.planning.placement import row_positions
 
 WORLDS = (1, 3, 5)

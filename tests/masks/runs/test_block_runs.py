@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.masks.random_masks import geometries, kinds_maps, kinds_of_pairs
 from tritoncp.masks import ABSENT, Kind, Runs
-from tritoncp.masks.transposed_runs import transpose
+from tritoncp.masks.runs.transposed_runs import transpose
 
 
 def by_column(kinds: Tensor) -> Runs:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.records import replace
-from tritoncp.planning import traffic
-from tritoncp.planning.layer import Shape
+from tritoncp.planning.costs import traffic
+from tritoncp.planning.costs.layer import Shape
 
 if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tritoncp.planning import traffic
-from tritoncp.planning.hardware import Hardware
-from tritoncp.planning.layer import Shape
-from tritoncp.planning.message_bytes import bytes_exchanged, elements_fetched, trade_heads
+from tritoncp.planning.costs import traffic
+from tritoncp.planning.costs.hardware import Hardware
+from tritoncp.planning.costs.layer import Shape
+from tritoncp.planning.costs.message_bytes import bytes_exchanged, elements_fetched, trade_heads
 
 if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan

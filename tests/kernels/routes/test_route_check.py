@@ -17,11 +17,12 @@ import tritoncp
 from tests.kernels.support import harness
 from tests.kernels.support.harness import close, cotangents, over_ranks, qkv, run, same
 from tritoncp import Mask
-from tritoncp.kernels import engine, options, route_check
+from tritoncp.kernels import engine, options
 from tritoncp.kernels.launch import Launches
 from tritoncp.kernels.operands import Mods
+from tritoncp.kernels.routes import route_check
 from tritoncp.masks import create_block_mask
-from tritoncp.planning import traffic
+from tritoncp.planning.costs import traffic
 from tritoncp.planning.step_tables import ForwardStep
 
 PLACE = ast.parse("x = 1").body[0]

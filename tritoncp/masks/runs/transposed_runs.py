@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import Kind, Runs, ramps
+from tritoncp.masks.runs.block_runs import Kind, Runs, ramps
 
 
 class TransposedRuns(Runs):

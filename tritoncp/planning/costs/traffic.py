@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.runs.block_runs import ramps
 from tritoncp.planning.placement import Placement, sort_by_position
 
 HEAD_GROUPS = 2  # one group is gathered while the other is computed; more groups would have smaller messages

@@ -14,9 +14,9 @@ from tests.kernels.support.harness import QKV, engine_of, qkv, single
 from tritoncp import Mask, causal
 from tritoncp.analysis import resource_table
 from tritoncp.analysis.jobs import step_job
-from tritoncp.kernels import forward_gluon
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.operands import Mods
+from tritoncp.kernels.routes import forward_gluon
 from tritoncp.kernels.scores import Closure
 from tritoncp.masks import create_block_mask
 from tritoncp.planning.step_tables import ForwardStep

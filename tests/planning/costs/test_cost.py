@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from tests.planning.test_traffic import CASES
+
 from tests.zoo import BALANCERS
 from tritoncp import create_block_mask, document, full_mask, make_plan
-from tritoncp.planning import cost, traffic
 from tritoncp.planning.build import build
-from tritoncp.planning.hardware import Hardware
-from tritoncp.planning.layer import Shape
+from tritoncp.planning.costs import cost, traffic
+from tritoncp.planning.costs.hardware import Hardware
+from tritoncp.planning.costs.layer import Shape
 from tritoncp.report.facts import PlanFacts
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.host_copy import is_remote, refuse_dtensor, to_host
-from tritoncp.masks.block_runs import ABSENT, Kind
+from tritoncp.masks.runs.block_runs import ABSENT, Kind
 
 
 def bound_ragged_blocks(kinds: Tensor, q_cut: int, kv_cut: int) -> Tensor:
