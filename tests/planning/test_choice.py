@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.planning.test_traffic import CASES
 
 import tritoncp
+from tests.planning.costs.test_traffic import CASES
 from tritoncp import (
     Mask,
     and_masks,

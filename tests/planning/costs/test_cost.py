@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.planning.test_traffic import CASES
 
+from tests.planning.costs.test_traffic import CASES
 from tests.zoo import BALANCERS
 from tritoncp import create_block_mask, document, full_mask, make_plan
 from tritoncp.planning.build import build
