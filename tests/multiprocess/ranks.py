@@ -89,6 +89,7 @@ def run_program(world_size: int, path: Path, result: Callable[[dict[str, Any], s
 
     def run_rank(group: Any) -> Any:
         leave_for_torchrun(group)
+        torch._dynamo.utils.counters.clear()  # a program may count the graphs that it compiles
         with contextlib.redirect_stdout(io.StringIO()) as output:
             variables = runpy.run_path(str(path), run_name="__main__")
         return result(variables, output.getvalue())
