@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.clocks import SHIFT, Shadow, no_accesses
+from tritoncp.executor.clocks import SHIFT
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.memory.memory import Memory, holds
 from tritoncp.executor.memory.regions import UNSIGNED
+from tritoncp.executor.memory.shadow import Shadow, no_accesses
 from tritoncp.executor.threads import Access, Threads
 
 Array = np.ndarray[Any, Any]

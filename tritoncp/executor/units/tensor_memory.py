@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.clocks import Shadow, no_accesses
 from tritoncp.executor.commit_groups import CommitGroups
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.memory.shadow import Shadow, no_accesses
 from tritoncp.executor.memory.shared_memory import WRITTEN as SHARED_WRITTEN
 from tritoncp.executor.threads import Access, Threads
 
