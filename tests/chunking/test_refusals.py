@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from tests.chunking.models import ROW_FUNCTIONS
 from tritoncp import causal, create_block_mask, flex_attention, full_mask, make_plan
-from tritoncp.chunking import attention, chunk, concretise
+from tritoncp.chunking import attention_nodes, chunk, concretise
 from tritoncp.chunking.regions import describe_modules, is_backward, regions_of
 from tritoncp.chunking.sizes import free_symbols
 from tritoncp.core import handles
@@ -31,7 +31,7 @@ X = torch.randn(4, 8, 6)
 FRAMES = {  # stack of a call, from the outermost frame: (file, line of code)
     "train.py": "loss = model(x)",
     "model.py": "return layer(x)",
-    attention.__file__: "return forward_op(q, k, v)",
+    attention_nodes.__file__: "return forward_op(q, k, v)",
     torch.__file__: "return op(*args)",
 }
 STACK = "".join(
@@ -322,11 +322,11 @@ def test_a_changed_mask_that_sees_later_keys_is_an_error():
 
 def test_chunks_of_a_sequence_share_their_keys_unless_they_repeat_the_exchange(monkeypatch):
     plan = make_plan(create_block_mask(causal(), 1, 1, 32, 32), world_size=2, rank=0, schedule="allgather")
-    monkeypatch.setattr(attention, "plan_between_ranks", lambda node: plan)
+    monkeypatch.setattr(attention_nodes, "plan_between_ranks", lambda node: plan)
     node = node_of(forward_graph(attend), "tritoncp.forward")
     for dim, repeat, carries in product(("seq", "batch"), (False, True), (False, True)):
         cut = SimpleNamespace(dim=dim, repeat=repeat, carries=lambda x, carries=carries: carries)
-        assert attention.shares_keys(node, cut) == (dim == "seq" and carries and not repeat)
+        assert attention_nodes.shares_keys(node, cut) == (dim == "seq" and carries and not repeat)
 
 
 def test_the_first_plan_of_a_process_is_known_from_its_handle(monkeypatch):
@@ -335,7 +335,7 @@ def test_the_first_plan_of_a_process_is_known_from_its_handle(monkeypatch):
     monkeypatch.setattr(handles, "new_number", lambda: 0)
     module.handle, node = handles.handle_of(plan), graph.get_attr("handle")
     owner = GraphModule(module, graph)
-    assert owner.handle == 0 and attention.known_plan(node) is plan
+    assert owner.handle == 0 and attention_nodes.known_plan(node) is plan
 
 
 def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():

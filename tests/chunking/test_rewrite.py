@@ -29,7 +29,7 @@ from tritoncp import (
     make_plan,
     sliding_window,
 )
-from tritoncp.chunking import Pass, attention, chunk, concretise, mark
+from tritoncp.chunking import Pass, attention_nodes, chunk, concretise, mark
 from tritoncp.chunking.concrete import hints
 from tritoncp.chunking.rewrite import Rewrite
 from tritoncp.chunking.sizes import free_symbols
@@ -116,9 +116,9 @@ class Case:
     def in_graph(self) -> dict[str, Tensor]:
         def rewrite(gm: torch.fx.GraphModule) -> None:
             clones_one_head = copies_one_head(gm.graph)
-            for node in filter(attention.is_attention, gm.graph.nodes):
+            for node in filter(attention_nodes.is_attention, gm.graph.nodes):
                 whole = {x for x in node.all_input_nodes if getattr(x.meta.get("val"), "ndim", 0) < 3}
-                assert attention.whole_inputs(node) == whole  # the plan, vectors and numbers of mods
+                assert attention_nodes.whole_inputs(node) == whole  # the plan, vectors and numbers of mods
             self.reports.append(chunk(gm, dim=self.dim, chunks=self.chunks))
             self.graphs.append(gm)
             assert clones_one_head or not copies_one_head(gm.graph)  # inductor would sort unbacked strides

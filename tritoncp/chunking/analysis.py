@@ -17,7 +17,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
-from tritoncp.chunking import attention, torch_attention
+from tritoncp.chunking import attention_nodes, torch_attention
 from tritoncp.chunking.regions import (
     describe_modules,
     has_tensor,
@@ -112,10 +112,10 @@ class Cut:
         self.graph, self.dim, self.repeat = graph, dim, repeat
         self.inside = regions_of(graph, region)
         self._check_passes(region)
-        calls = [node for node in self.inside if attention.is_attention(node)]
+        calls = [node for node in self.inside if attention_nodes.is_attention(node)]
         entering = [x for node in self.inside for x in node.all_input_nodes if x not in self.inside]
         live_ins = [x for x in entering if isinstance(x.meta.get("val"), Tensor)]
-        queries = [attention.argument(node, "q") for node in calls]
+        queries = [attention_nodes.argument(node, "q") for node in calls]
         size = cut_symbol(dim, queries, live_ins, graph)
         values = [x.meta.get("val") for x in graph.nodes]
         fake_mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
@@ -194,7 +194,7 @@ class Cut:
         for node in self.graph.nodes:
             if node not in self.inside or self._is_size_check(node):
                 continue
-            if not attention.is_plan(node) and not self.is_whole_size(node):
+            if not attention_nodes.is_plan(node) and not self.is_whole_size(node):
                 inputs = node.all_input_nodes
                 if any(x in copied or self.carries(x) or x in self.chained for x in inputs):
                     copied.add(node)
@@ -283,7 +283,7 @@ class Cut:
         in a mod."""
         if self.is_whole_size(user):
             return False
-        return user not in self.copied or node in attention.whole_inputs(user)
+        return user not in self.copied or node in attention_nodes.whole_inputs(user)
 
     def _share_reductions(self) -> None:
         """Move the sum over chunks of a parameter's gradient before its cast or reduce-scatter, so that these
@@ -350,8 +350,8 @@ class Cut:
 
     def _op_fault(self, node: Node) -> str:
         name = op_name(node) or str(node.target)
-        if attention.is_attention(node):
-            return attention.fault(node, self)
+        if attention_nodes.is_attention(node):
+            return attention_nodes.fault(node, self)
         if torch_attention.is_torch_attention(node):
             if self.dim == "seq":
                 return (
@@ -360,7 +360,7 @@ class Cut:
                 )
             args: Any = node.args
             learned = node.meta["val"][3] if node.target is torch_attention.backward_op else ()
-            return attention.fault_of_inputs(self, args[1:3], learned)
+            return attention_nodes.fault_of_inputs(self, args[1:3], learned)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return (
                 f"is the higher-order op {node.target.name()}, whose function may mix rows (only torch's "
@@ -371,7 +371,7 @@ class Cut:
         if self._is_random(node):
             return "draws random numbers, which would differ from the whole: move it out of the region"
         if "c10d" in name and self.dim == "seq" and self.carries(node):
-            if name in GATHERS and any(map(attention.is_attention, self.inside)):
+            if name in GATHERS and any(map(attention_nodes.is_attention, self.inside)):
                 return (
                     "gathers rows of all ranks in a region with attention, where the rows of a chunk are not "
                     'adjacent: pass dim="batch", or a region without attention, as the feed-forward network'

@@ -16,7 +16,7 @@ from tritoncp.api.attention import run_call, substitute_calls
 from tritoncp.call import plan_cache
 from tritoncp.call.read import Arguments
 from tritoncp.call.validate import ShardSizes
-from tritoncp.chunking.attention import prefixes
+from tritoncp.chunking.attention_nodes import prefixes
 from tritoncp.chunking.report import NO_ROWS, ChunkingError
 from tritoncp.distributed import groups
 from tritoncp.masks.traced_mask import plain_mask

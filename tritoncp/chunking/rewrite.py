@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from tritoncp.chunking import attention, shared_attention, torch_attention
+from tritoncp.chunking import attention_nodes, shared_attention, torch_attention
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward, is_recomputed
 from tritoncp.chunking.report import ChunkingError, Report, describe_node, readable
@@ -74,7 +74,7 @@ def chunk(
     if dim not in ("batch", "seq") or chunks < 2:
         raise ChunkingError(f'dim={dim!r}, chunks={chunks}: pass dim="batch" or "seq", and 2 chunks or more')
     cut = Cut(graph, region, dim, chunks, repeat)
-    keys = attention.Keys(cut, needs)
+    keys = attention_nodes.Keys(cut, needs)
     report = _report(cut, keys)
     report.before = readable(graph, "before")
     Rewrite(cut, keys).run()
@@ -86,8 +86,8 @@ def chunk(
     return report
 
 
-def _report(cut: Cut, keys: attention.Keys) -> Report:
-    calls = [node for node in cut.inside if attention.is_attention(node) and keys.are_cut(node)]
+def _report(cut: Cut, keys: attention_nodes.Keys) -> Report:
+    calls = [node for node in cut.inside if attention_nodes.is_attention(node) and keys.are_cut(node)]
     return Report(
         dim=cut.dim,
         chunks=cut.sizes.chunks,
@@ -103,7 +103,7 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
 class Rewrite(StepGraph):
     """Edits a graph. If an error is raised, the added nodes are removed again."""
 
-    def __init__(self, cut: Cut, keys: attention.Keys) -> None:
+    def __init__(self, cut: Cut, keys: attention_nodes.Keys) -> None:
         super().__init__(cut)
         self.keys = keys
         self.links: list[tuple[Node, Any, Any]] = []  # nodes that stay, and their new arguments
@@ -191,14 +191,16 @@ class Rewrite(StepGraph):
 
     def _copy(self, node: Node, c: int) -> Node:
         """Add a chunk's copy of a node."""
-        if (item := attention.item_of(node)) and item[1] in (1, 2) and self.keys.are_cut(item[0]):  # dk or dv
+        if (
+            (item := attention_nodes.item_of(node)) and item[1] in (1, 2) and self.keys.are_cut(item[0])
+        ):  # dk or dv
             return self._sum_key_gradients(node, *item, c)
         target: Any = node.target
         args: Any
         kwargs: Any = {}
-        if attention.is_attention(node) and self.keys.are_shared(node):
+        if attention_nodes.is_attention(node) and self.keys.are_shared(node):
             target, args = shared_attention.part_call(self, node, c)
-        elif attention.is_attention(node):
+        elif attention_nodes.is_attention(node):
             args = self._attention_arguments(node, c)
         elif torch_attention.is_torch_attention(node):
             args = torch_attention.chunk_arguments(self, node, c)
@@ -219,7 +221,7 @@ class Rewrite(StepGraph):
     def _value(self, node: Node, c: int) -> Any:
         """Return the value of a chunk's copy, for its metadata."""
         own = self.sizes.cut(node.meta.get("val"), range(c, c + 1), self.fresh[c])
-        if node.target is not attention.backward_op:
+        if node.target is not attention_nodes.backward_op:
             return own
         dq, dk, dv, *rest = own
         if self.keys.are_shared(node):
@@ -229,7 +231,7 @@ class Rewrite(StepGraph):
         return [dq, dk, dv, *rest]
 
     def _attention_arguments(self, node: Node, c: int) -> tuple[Any, ...]:
-        at = attention.places(node)
+        at = attention_nodes.places(node)
         whole = {at["captures"], at["ints"]}
         args: list[Any] = list(node.args)
         for place, arg in enumerate(args):
@@ -246,7 +248,7 @@ class Rewrite(StepGraph):
     def _part(self, node: Node, c: int) -> Node:
         """Return the handle of the plan of a chunk. Queries that are not cut, for example of a memory, get
         the handle of the whole plan; their gradients are sums over chunks."""
-        handle, q = attention.argument(node, "plan"), attention.argument(node, "q")
+        handle, q = attention_nodes.argument(node, "plan"), attention_nodes.argument(node, "q")
         if not self.cut.carries(q):
             return self.whole_node(handle)
         target: Any = part_op

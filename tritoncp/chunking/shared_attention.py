@@ -20,7 +20,7 @@ from tritoncp.call.key_exchange import (
     send_gradients_op,
     send_keys_op,
 )
-from tritoncp.chunking import attention
+from tritoncp.chunking import attention_nodes
 from tritoncp.chunking.regions import is_recomputed
 from tritoncp.chunking.sizes import expression
 from tritoncp.chunking.step_graph import RETURN, SEND
@@ -30,7 +30,7 @@ wait_op = torch.ops._c10d_functional.wait_tensor.default
 
 def send(rewrite: Any, node: Node) -> Node:
     """Add the exchange of an attention's keys, forward or backward; return the node of the buffer."""
-    backward = node.target is attention.backward_op
+    backward = node.target is attention_nodes.backward_op
     return _exchange(rewrite, node, send_keys_op, (*_keys(rewrite, node), backward, *_call(rewrite, node)))
 
 
@@ -43,8 +43,8 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
     own: Any = node.args
     chunks = rewrite.sizes.chunks
     rest = c, chunks, *_call(rewrite, node)
-    q, buffer = chunk(attention.argument(node, "q")), rewrite.value(node, SEND)
-    if node.target is attention.forward_op:
+    q, buffer = chunk(attention_nodes.argument(node, "q")), rewrite.value(node, SEND)
+    if node.target is attention_nodes.forward_op:
         return forward_part_op, (q, buffer, *rest)
     dout, dlse, _, _, _, out, lse, *_ = own
     dlse = None if dlse is None else chunk(dlse)
@@ -54,7 +54,10 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
 def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
     """Return fake values of a chunk's parts of dk and dv, for the rows of the buffer."""
     own: Any = node.args
-    buffer, d = rewrite.value(node, SEND).meta["val"], attention.argument(node, "q").meta["val"].shape[3]
+    buffer, d = (
+        rewrite.value(node, SEND).meta["val"],
+        attention_nodes.argument(node, "q").meta["val"].shape[3],
+    )
     rows, heads, width = buffer.shape
     return [buffer.new_empty(rows, heads, n, dtype=own[6].meta["val"].dtype) for n in (d, width - d)]
 
@@ -67,7 +70,10 @@ def return_gradients(rewrite: Any, node: Node) -> Node:
         for item in (1, 2)
     ]
     k, v = _keys(rewrite, node)
-    handle, spec = rewrite.whole_node(attention.argument(node, "plan")), attention.argument(node, "spec")
+    handle, spec = (
+        rewrite.whole_node(attention_nodes.argument(node, "plan")),
+        attention_nodes.argument(node, "spec"),
+    )
     returned = _exchange(rewrite, node, send_gradients_op, (*parts, k, handle, spec))
     landed: Node = rewrite.add_call(land_gradients_op, (returned, k, v, handle), _stage(node))
     return landed
@@ -85,7 +91,7 @@ def landed_chunks(rewrite: Any, node: Node, item: int) -> list[Node]:
 
 
 def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
-    k, v = attention.keys_of(node)
+    k, v = attention_nodes.keys_of(node)
     count = rewrite.sizes.chunks
     return rewrite.first_keys(k, count, node), rewrite.first_keys(v, count, node)
 
@@ -93,7 +99,7 @@ def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
 def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
     """Return an attention's arguments besides its tensors: :class:`tritoncp.call.read.OpArguments`."""
     own: Any = node.args
-    return map_arg(own[attention.places(node)["captures"] :], rewrite.whole_node)
+    return map_arg(own[attention_nodes.places(node)["captures"] :], rewrite.whole_node)
 
 
 def _stage(node: Node) -> dict[str, Any]:
@@ -109,14 +115,17 @@ def _exchange(rewrite: Any, node: Node, op: Any, args: tuple[Any, ...]) -> Node:
     env, sizes = rewrite.sizes.env, rewrite.sizes
     stage = _stage(node)
     if not is_recomputed(node):
-        of_pass = "backward" if node.target is attention.backward_op else "forward"
+        of_pass = "backward" if node.target is attention_nodes.backward_op else "forward"
         stage["partitioner_tag"] = f"must_be_in_{of_pass}"
     with env.ignore_fresh_unbacked_symbols():
         message = rewrite.add_call(op, args, stage)
     symbol = message.meta["val"].shape[0].node.expr
     message.meta["unbacked_bindings"] = {symbol: (CallMethodKey("size"), SequenceKey(0))}
-    plan = attention.plan_between_ranks(node)
-    local, batch = sizes.rows, sizes.hint(expression(attention.argument(node, "q").meta["val"].shape[0]))
+    plan = attention_nodes.plan_between_ranks(node)
+    local, batch = (
+        sizes.rows,
+        sizes.hint(expression(attention_nodes.argument(node, "q").meta["val"].shape[0])),
+    )
     assert plan is not None  # only attention between ranks shares keys
     if local and batch:
         env.var_to_hint_override[symbol] = plan.world_size * local * batch

@@ -87,7 +87,7 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
     if isinstance(thing, BlockMask):
         values = [getattr(thing, name) for name in _BLOCK_MASK_FIELDS]
         return f'["blocks",{_constant(BlockMask)},{_flatten_all(values, tensors, ints)}]'
-    layout, inner = _layout_of(thing, is_called)
+    layout, inner = _callable_layout(thing, is_called)
     if layout[0] == "inside":
         return f'["function",{_quoted(layout[1])},{_flatten_all(inner, tensors, ints)}]'
     return _flatten_parts(thing, layout, tensors, ints)
@@ -142,10 +142,10 @@ def _handle(thing: Plan | Mask | TracedMask) -> Tensor:
     return thing.handle
 
 
-def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[Any, ...]]:
+def _callable_layout(thing: Any, is_called: bool) -> tuple[Layout, tuple[Any, ...]]:
     """Return (layout of an object, its parts if it is a function made in the graph)."""
     if not torch.compiler.is_dynamo_compiling():
-        return layouts.layout_of(thing, is_called), ()
+        return layouts.callable_layout(thing, is_called), ()
     from torch._dynamo.comptime import comptime
 
     from tritoncp.graph import variables

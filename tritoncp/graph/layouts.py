@@ -52,7 +52,7 @@ class Uncapturable(TypeError):
     """Raised for a mod or mask that cannot be part of a graph; the message has the reason and the remedy."""
 
 
-def layout_of(thing: Any, is_called: bool = True) -> Layout:
+def callable_layout(thing: Any, is_called: bool = True) -> Layout:
     """Return the layout of a function, method or object that was made outside of the graph.
 
     is_called: the object is the mod, so that only state that its call reads counts; else all attributes count
@@ -61,7 +61,7 @@ def layout_of(thing: Any, is_called: bool = True) -> Layout:
     ...     value, other = 2.0, None
     ...     def mod(self, score, b, h, q_idx, kv_idx):
     ...         return score * self.value
-    >>> function, (place, name, instance) = layout_of(Cap().mod)[-1]
+    >>> function, (place, name, instance) = callable_layout(Cap().mod)[-1]
     >>> name, instance[-1]
     ('__self__', (('attribute', 'value', ('value',)),))
     """

@@ -18,7 +18,7 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 from tritoncp.graph.constants import constant_of, make_function, register_function
-from tritoncp.graph.layouts import MADE_INSIDE, Layout, Uncapturable, check_gradients, layout_of
+from tritoncp.graph.layouts import MADE_INSIDE, Layout, Uncapturable, callable_layout, check_gradients
 from tritoncp.mods.captures import ABSENT
 
 AROUND = f"{MADE_INSIDE}, or have it capture numbers, tensors and functions only, not objects"
@@ -26,11 +26,11 @@ AROUND = f"{MADE_INSIDE}, or have it capture numbers, tensors and functions only
 
 def set_layout(context: Any) -> None:
     """Set local variables of a frame that Dynamo traces: ``layout`` to the layout of its variable ``thing``
-    (`layout_of`), and ``parts`` to the parts of ``thing``, if the graph makes it. context: the
+    (`callable_layout`), and ``parts`` to the parts of ``thing``, if the graph makes it. context: the
     ComptimeContext of that frame"""
     translator = context._ComptimeContext__tx
     parts: list[Any] = []
-    layout = _layout_of_variable(context, parts)
+    layout = _variable_layout(context, parts)
     translator.symbolic_locals["layout"] = VariableTracker.build(translator, layout)
     translator.symbolic_locals["parts"] = TupleVariable(parts)
 
@@ -48,12 +48,12 @@ def _variable_of(context: Any) -> Any:
     return context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
 
 
-def _layout_of_variable(context: Any, parts: list[Any]) -> Layout:
+def _variable_layout(context: Any, parts: list[Any]) -> Layout:
     variable = _variable_of(context)
     try:
         if isinstance(variable, NestedUserFunctionVariable):
             return "inside", _register_inner(variable, parts)
-        return layout_of(_object_of(variable), context.get_local("is_called").as_python_constant())
+        return callable_layout(_object_of(variable), context.get_local("is_called").as_python_constant())
     except Uncapturable as error:
         return ("refuse", f"this mask_mod or score_mod was {AROUND}: {error}")
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from tritoncp.call.key_exchange import backward_part_op, forward_part_op
-from tritoncp.chunking import attention
+from tritoncp.chunking import attention_nodes
 from tritoncp.chunking.regions import op_name, tensors_of
 from tritoncp.chunking.streams.storages import bytes_of, hint, is_collective, is_view, is_wait
 from tritoncp.graph.flop_formulas import count_flops
@@ -58,7 +58,7 @@ def _cost(node: Node, hardware: Hardware) -> NodeCost:
         return NodeCost("wait", 0.0)
     if is_collective(node):
         return NodeCost("message", _message_seconds(node, hardware))
-    if attention.is_attention(node) or node.target in PART_PLACES:
+    if attention_nodes.is_attention(node) or node.target in PART_PLACES:
         return NodeCost("attention", _attention_flops(node) / hardware.flops)
     if _computes_nothing(node):
         return NodeCost("nothing", 0.0)
@@ -124,19 +124,19 @@ def _attention_flops(node: Node) -> int:
         whole = _plan_of_handle(args[plan_at])
         plan = None if whole is None else whole.part(*args[index_at : index_at + 2])
     else:
-        q, value = (attention.argument(node, name).meta["val"] for name in ("q", "v"))
+        q, value = (attention_nodes.argument(node, name).meta["val"] for name in ("q", "v"))
         v_dim, keys = value.shape[3], hint(value.shape[2])
-        plan = _plan_of_handle(attention.argument(node, "plan"))
+        plan = _plan_of_handle(attention_nodes.argument(node, "plan"))
     batch, heads, rows, dim = map(hint, q.shape)
     pairs = rows * keys if plan is None else _pairs(plan)
-    forward = node.target in (attention.forward_op, forward_part_op)
+    forward = node.target in (attention_nodes.forward_op, forward_part_op)
     return count_flops(math.ceil(batch * heads * pairs), dim, hint(v_dim), forward)
 
 
 def _plan_of_handle(handle: Node) -> Plan | None:
     """Return the plan, or part of a plan, of a handle's node; None if it is unknown before the run."""
     if handle.target not in (part_op, batch_rows_op):
-        return attention.known_plan(handle)
+        return attention_nodes.known_plan(handle)
     whole = _plan_of_handle(handle.all_input_nodes[0])
     rest: Any = [hint(x.meta["val"]) if isinstance(x, Node) else x for x in handle.args[1:]]
     if whole is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tritoncp.distributed.collectives import AllToAll, Requests
 from tritoncp.distributed.schedules import fetch, local
 from tritoncp.distributed.schedules.buffers import outputs, pack, separate, views
-from tritoncp.planning.ordered import ordered_step
+from tritoncp.planning.ordered_step import ordered_step
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import StepEngine
 

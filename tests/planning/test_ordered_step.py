@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan, shard, sliding_window
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import ordered
-from tritoncp.planning.ordered import ordered_step
+from tritoncp.planning.ordered_step import ordered_step
 
 LENGTH, BLOCK, WORLD = 110, 32, 3
 
