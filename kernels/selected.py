@@ -102,6 +102,19 @@ def load_positions(ptr, stride, i_b, offsets, mask):
 
 
 @triton.jit
+def selected_queries(
+    i_b, i_h0, i_row, o_m, places, score_mod, origin, HEADS: tl.constexpr, QUERIES: tl.constexpr
+):
+    """The queries of a row of the selection: (where they lie, as mods see them)."""
+    present = tl.where(o_m < HEADS * QUERIES, 0, -1)
+    rows, m_m = query_tile(i_b, i_h0, i_row, present, o_m, places, HEADS, QUERIES)
+    o_q = rows.offsets[:, None]
+    if score_mod.fn is not None:
+        o_q = load_positions(places.queries, places.query_stride, i_b, rows.offsets, m_m)[:, None]
+    return rows, Queries(i_b + origin.batch, rows.head_column + origin.head, o_q, m_m)
+
+
+@triton.jit
 def shown_pairs(lists, i_b, i_hs, i_row, o_m, m_n, i_n, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr):
     """Mask [M, N] of the visible pairs of a tile."""
     if lists.shown is None:
@@ -150,13 +163,7 @@ def selected_forward_kernel(
     i_hs = (i_h0 + FIRST) // SHARE
     i_hkv = i_h0 // GROUP
     o_m = tl.arange(0, BLOCK_M)
-    rows, m_m = query_tile(
-        i_b, i_h0, i_row, tl.where(o_m < HEADS * QUERIES, 0, -1), o_m, places, HEADS, QUERIES
-    )
-    o_q = rows.offsets[:, None]
-    if score_mod.fn is not None:
-        o_q = load_positions(places.queries, places.query_stride, i_b, rows.offsets, m_m)[:, None]
-    queries = Queries(i_b + origin.batch, rows.head_column + origin.head, o_q, m_m)
+    rows, queries = selected_queries(i_b, i_h0, i_row, o_m, places, score_mod, origin, HEADS, QUERIES)
     b_q = load_pieces(q, rows, QK)  # [M, D]
     b_m, b_l, b_acc = start_state(state, rows, VO, accumulator_dtype(q.ptr.dtype.element_ty), LOAD_STATE)
     o_row = i_b.to(tl.int64) * lists.stride_b + i_hs.to(tl.int64) * lists.stride_h + i_row
@@ -212,13 +219,8 @@ def selected_dq_kernel(
     i_hs = (i_h0 + FIRST) // SHARE
     i_hkv = i_h0 // GROUP
     o_m = tl.arange(0, BLOCK_M)
-    rows, m_m = query_tile(
-        i_b, i_h0, i_row, tl.where(o_m < HEADS * QUERIES, 0, -1), o_m, places, HEADS, QUERIES
-    )
-    o_q = rows.offsets[:, None]
-    if score_mod.fn is not None:
-        o_q = load_positions(places.queries, places.query_stride, i_b, rows.offsets, m_m)[:, None]
-    queries = Queries(i_b + origin.batch, rows.head_column + origin.head, o_q, m_m)
+    rows, queries = selected_queries(i_b, i_h0, i_row, o_m, places, score_mod, origin, HEADS, QUERIES)
+    m_m = queries.present
     b_q = load_pieces(q, rows, QK)  # [M, D]
     b_do = load_pieces(dout, rows, VO)  # [M, E]
     b_lse = load_lse(lse, rows, m_m, score_mod)[:, None]

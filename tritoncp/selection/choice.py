@@ -117,7 +117,7 @@ class _RowTile:
             candidates = shown.unflatten(2, (len(numbers), -1)).any(3)
             if self.pairs.device.type == "cpu" and not bool(candidates.any()):
                 continue
-            scores = self._scores(key, numbers, shown).to(torch.float32) + 0.0  # -0.0 becomes 0.0
+            scores = self._scores(key, start, len(numbers), shown).to(torch.float32) + 0.0  # -0.0 becomes 0.0
             order = shown_before + candidates.cumsum(2)  # 1 for the first visible one
             scores = torch.where(self._forced(numbers, order, last), torch.inf, scores)
             shown_before = order[..., -1:]
@@ -136,14 +136,14 @@ class _RowTile:
         shown = self.pairs(self.batch, heads, rows, keys.clamp(max=self.pairs.mask.kv_len - 1)[None])[0]
         return shown & inside & (self.positions >= 0)[:, None]
 
-    def _scores(self, key: Tensor, numbers: Tensor, shown: Tensor) -> Tensor:
-        """Return the scores of some keys or blocks: [Hs, ROWS, len(numbers)]."""
+    def _scores(self, key: Tensor, start: int, count: int, shown: Tensor) -> Tensor:
+        """Return the scores of ``count`` keys or blocks from ``start`` on: [Hs, ROWS, count]."""
         size, pooled = self.choice.block_size, self.choice.pool == "max" and self.choice.block_size > 1
         if pooled:
-            part = key[:, int(numbers[0]) * size : int(numbers[-1] + 1) * size]
-            part = torch.nn.functional.pad(part, (0, 0, 0, len(numbers) * size - part.shape[1]))
+            part = key[:, start * size : (start + count) * size]
+            part = torch.nn.functional.pad(part, (0, 0, 0, count * size - part.shape[1]))
         else:
-            part = key[:, int(numbers[0]) : int(numbers[-1]) + 1]
+            part = key[:, start : start + count]
         width = part.shape[1]
         fixed = KEYS if size == 1 else max(1, KEYS // size) * (size if pooled else 1)
         part = torch.nn.functional.pad(part, (0, 0, 0, fixed - width))
@@ -162,7 +162,7 @@ class _RowTile:
                 total = product * weight[:, None] if total is None else total + product * weight[:, None]
         every = torch.cat(scores) if total is None else total[None]
         if pooled:
-            every = torch.where(shown, every, -torch.inf).unflatten(2, (len(numbers), size)).amax(3)
+            every = torch.where(shown, every, -torch.inf).unflatten(2, (count, size)).amax(3)
         return every
 
     def _last_visible(self, count: int, step: int) -> Tensor | None:

@@ -22,7 +22,7 @@ GATHERED = 1 << 22  # most elements of keys that a tile gathers
 
 
 class SelectedTile(NamedTuple):
-    """Queries of one batch row, each ``query_block`` of which share their selected keys, and these keys.
+    """Queries of one batch row, and their selected keys, which ``query_block`` adjacent queries share.
 
     batch:   batch row of the tensors
     heads, kv_heads: slices of query heads that share their keys, and of KV heads
@@ -66,7 +66,7 @@ class SelectedCpuEngine:
     base:      the engine of the call without the selection: scale, mods, captures, first row and head
     selection: with unique indices
     pairs:     whether the mask shows a pair
-    num_heads: number of query heads of the layer, of which the selection has a share each
+    num_heads: number of query heads of the layer
     positions: global positions of the queries, int64 [1 or B, S_local], -1 for padding
     """
 
@@ -159,7 +159,7 @@ class SelectedCpuEngine:
         return run
 
     def _initial_sums(self, step: ForwardStep) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return acc, m (natural log), l and the largest scores, those of the step's state if it has one.
+        """Return acc, m (natural log), l and the largest scores, from the step's state if it has one.
         Padding sees no key; behind the last row are those that complete a row of the selection."""
         rows = self.selection.indices.shape[2] * self.selection.query_block
         more, dtype = rows - step.q.shape[2], step.lse.dtype
