@@ -21,6 +21,7 @@ from torch.nn.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.masks.closed_forms import causal, document
 from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.suite.everyday_masks import everyday_masks
 from tritoncp.perf.suite.host_memory import peak_since, start_peak
 from tritoncp.planning.balance import balancers
@@ -29,7 +30,6 @@ from tritoncp.planning.costs.cost import BACKWARD_RATIO
 from tritoncp.planning.costs.hardware import hardware_of
 from tritoncp.planning.packer import pack_batches
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.problem import Problem
 from tritoncp.report.units import format_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +38,7 @@ SCALES = ((1 << 20, 64), (8 << 20, 1024))  # of the table "scaling"
 SCALED = "causal", "corpus", "window4k", "prefix", "corpus-window4k"
 MIB = 1 << 20
 
-# The name of each mask in the page: a key of planning.problem.MASKS.
+# The name of each mask in the page: a key of perf.problem.MASKS.
 STUDIED = {
     "causal": "causal",
     "window 4K": "window4k",

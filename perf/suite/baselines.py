@@ -23,8 +23,8 @@ from tritoncp.api.reshard import unshard
 from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
 from tritoncp.call.sinks import with_sinks
+from tritoncp.perf.problem import Problem, document_lengths, window_of
 from tritoncp.perf.records.history import variant
-from tritoncp.planning.problem import Problem, document_lengths, window_of
 
 # torch.compile mode and kernel options of each flex variant. The first one is the default.
 FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {

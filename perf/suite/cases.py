@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tritoncp.planning.problem import MODELS, Problem
+from tritoncp.perf.problem import MODELS, Problem
 
 TIERS = ("smoke", "core", "full")
 PASS_SUFFIXES = {"forward": "fwd", "backward": "bwd"}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.mods.tracing import Mod, vmapped
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.suite.baselines import Inputs
-from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
 # Allowed ‖actual − reference‖ / ‖reference‖ of a whole tensor, and of the worst 128 rows of a head.

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as torch_flex
 
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.records.history import OURS, Journal
 from tritoncp.perf.suite import cases
 from tritoncp.perf.suite.baselines import Contender, Inputs, flex, inputs, one_device, split
@@ -27,7 +28,6 @@ from tritoncp.perf.suite.measure import prepare_pass
 from tritoncp.perf.suite.timing import Run, WallClock, time_interleaved
 from tritoncp.planning import SCHEDULES
 from tritoncp.planning.build import build
-from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
 # Operation of the CPU engine -> suffix of the case's name

@@ -15,6 +15,7 @@ import torch
 
 from tritoncp.graph.flop_formulas import count_flops, count_pairs
 from tritoncp.kernels.engine import RequestedRouteWarning
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.records.history import OURS, Journal
 from tritoncp.perf.suite import baselines, check, machine
 from tritoncp.perf.suite.baselines import FLEX, Contender
@@ -29,7 +30,6 @@ from tritoncp.perf.suite.timing import (
 )
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.problem import Problem
 
 THOROUGH = ["flex prescale tma", "flex max-autotune"]  # flex variants that take a minute to compile
 QUICK = [name for name in FLEX if name not in THOROUGH]

@@ -10,7 +10,7 @@ from tests.command_process import tritoncp
 from tritoncp.analysis import torch_templates
 from tritoncp.analysis.executed import draw_call, template_tensors
 from tritoncp.analysis.jobs import parse_shape
-from tritoncp.planning.problem import Problem
+from tritoncp.perf.problem import Problem
 
 
 def run(*words: str) -> list[dict[str, Any]]:

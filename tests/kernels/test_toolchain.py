@@ -17,7 +17,7 @@ from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import TileRequest, check_options, choose
 from tritoncp.kernels.tile_rules import Config, architecture, default
 from tritoncp.kernels.toolchain import BUNDLED, broken_ptxas_paths, ptxas_faults, ptxas_for
-from tritoncp.planning.problem import Problem
+from tritoncp.perf.problem import Problem
 from tritoncp.tuning.targets import Target, candidates, targets, without_faults
 
 VERSIONS = {"3.6.0": False, "3.7.0": False, "3.7.0+git5": False, "3.7.1": True, "3.7.1+git12": True}

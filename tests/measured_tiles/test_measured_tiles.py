@@ -18,8 +18,9 @@ from tritoncp.analysis.jobs import VARIANT_OF_KIND, VARIANTS
 from tritoncp.kernels import engine
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.measured_tiles import tile_lookup, tile_tables
+from tritoncp.measured_tiles.tile_lookup import MEASURED_KINDS
 from tritoncp.measured_tiles.tile_tables import Device
-from tritoncp.planning.problem import MEASURED_KINDS, Problem
+from tritoncp.perf.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
 __all__ = ["launched", "places"]  # fixtures

@@ -15,8 +15,7 @@ from tests.multiprocess.ranks import run as on_ranks
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, plan_cache_clear, sliding_window
 from tritoncp.cli import main
 from tritoncp.measured_tiles import tile_tables, tune_on_first_call
-from tritoncp.measured_tiles.tile_lookup import TileKey
-from tritoncp.planning.problem import MEASURED_KINDS
+from tritoncp.measured_tiles.tile_lookup import MEASURED_KINDS, TileKey
 from tritoncp.tuning import command, search
 
 __all__ = ["launched", "places"]  # fixtures

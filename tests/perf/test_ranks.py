@@ -10,10 +10,10 @@ import torch
 
 from tests.command_process import run_code
 from tests.multiprocess import ranks
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.records import history
 from tritoncp.perf.suite import baselines, check, measure, timing
 from tritoncp.perf.suite.cases import CASES, Case, select
-from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.records import history
 from tritoncp.perf.run import main, show
 from tritoncp.perf.suite import baselines, measure, timing
 from tritoncp.perf.suite.cases import Case, select
-from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--seconds", "0.01"]

@@ -25,19 +25,19 @@ from tritoncp import (
     tree,
 )
 from tritoncp.masks.runs.block_runs import ABSENT, Kind, Runs
+from tritoncp.perf.problem import Problem, corpus_lengths, document_lengths
 from tritoncp.planning.balance import assign_blocks, contiguous, head_tail, locality, per_document, ptrr
 from tritoncp.planning.build import build
 from tritoncp.planning.locality.branches import whole_branches
 from tritoncp.planning.locality.pieces import even_counts, loads
 from tritoncp.planning.locality.search import count_remote, even_work
 from tritoncp.planning.locality.windows import FreeBlocks
-from tritoncp.planning.problem import Problem, corpus_lengths, document_lengths
 from tritoncp.planning.work import MASKED_BLOCK_COST, Work, work_of_rows
 
 SCHEDULING = ["lpt", "spt"]
 EVEN_COUNTS = sorted({*balancers} - {*SCHEDULING})
 costs_lists = st.lists(st.integers(0, 20), max_size=60)
-MOST = {  # share of a full gather that locality fetches on 8 ranks, by mask of planning.problem.MASKS
+MOST = {  # share of a full gather that locality fetches on 8 ranks, by mask of perf.problem.MASKS
     "causal": 0.75, "window": 0.02, "window4k": 0.09, "corpus": 0.13, "document": 0.17,
     "corpus-window": 0.03, "prefix": 0.78, "shared-question": 0.29,
 }  # fmt: skip

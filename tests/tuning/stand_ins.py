@@ -7,7 +7,7 @@ from click.testing import CliRunner, Result
 
 from tritoncp.cli import main
 from tritoncp.kernels.tile_rules import default
-from tritoncp.planning.problem import Problem
+from tritoncp.perf.problem import Problem
 from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.search import Tuner
 from tritoncp.tuning.targets import Target

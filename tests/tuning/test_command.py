@@ -11,7 +11,7 @@ import torch
 from tests.tuning.stand_ins import invoke
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.measured_tiles import tile_tables
-from tritoncp.planning.problem import Problem
+from tritoncp.perf.problem import Problem
 from tritoncp.tuning import search
 from tritoncp.tuning.targets import Target, candidates
 

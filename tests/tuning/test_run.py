@@ -20,8 +20,8 @@ from tritoncp.kernels import engine
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.measured_tiles import tile_tables
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.suite import check
-from tritoncp.planning.problem import Problem
 from tritoncp.tuning import search, targets
 from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal

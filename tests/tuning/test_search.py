@@ -11,7 +11,7 @@ import torch
 from tests.tuning.stand_ins import BEST, RULE, TARGET, Compiler, Formula, Ticks, cost, tuner
 from tritoncp.analysis.launches import launch_of
 from tritoncp.kernels.tile_rules import default
-from tritoncp.planning.problem import Problem
+from tritoncp.perf.problem import Problem
 from tritoncp.tuning.search import MAX_TIMED, ROUNDS
 from tritoncp.tuning.targets import MEASURED_KINDS, OPS, Target, candidates, targets
 

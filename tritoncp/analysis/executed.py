@@ -24,8 +24,8 @@ from tritoncp.analysis.launches import CallTensors
 from tritoncp.analysis.resource_table import print_table, tiles
 from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
 from tritoncp.command_base import make_console
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.suite.baselines import inputs
-from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
 # Counts of one pass, summed over its kernels, per query row and head. who: "tritoncp", "torch" (default tile)

@@ -9,7 +9,7 @@ from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.expressions import brief
 from tritoncp.measured_tiles.tile_tables import kernel_and_tiles
-from tritoncp.planning.problem import Problem
+from tritoncp.perf.problem import Problem
 
 S, HEADS, KV_HEADS = 1024, 8, 2
 

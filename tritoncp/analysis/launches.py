@@ -23,9 +23,9 @@ from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.mods import Mod, mask_mod
 from tritoncp.mods.mod import arguments, gradient_arguments
+from tritoncp.perf.problem import Problem
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import lengthen, take
-from tritoncp.planning.problem import Problem
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 

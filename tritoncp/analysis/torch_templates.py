@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tritoncp.planning.problem import Problem, window_of
+from tritoncp.perf.problem import Problem, window_of
 
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0)}
 TEMPLATES = {

@@ -22,6 +22,9 @@ from tritoncp.measured_tiles import tile_tables
 from tritoncp.measured_tiles.tile_tables import Device, Table
 
 tiles_log = area_logger("tiles")
+# The masks with which tile shapes are measured (names of tritoncp.perf.problem.MASKS), and the kind of mask
+# that uses the result.
+MEASURED_KINDS = {"causal": "causal", "full": "full", "document": "interval", "window": "window"}
 FEW_ROWS_KIND = "full"  # the only kind measured for few query rows: nearly all their tiles are full
 
 

@@ -18,8 +18,7 @@ import torch
 from tritoncp.core.environment import AUTOTUNE, CONFIG_DIR
 from tritoncp.distributed import failures
 from tritoncp.measured_tiles import tile_lookup, tile_tables
-from tritoncp.measured_tiles.tile_lookup import TileKey
-from tritoncp.planning.problem import MEASURED_KINDS, Problem
+from tritoncp.measured_tiles.tile_lookup import MEASURED_KINDS, TileKey
 
 COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
 MEASURED = {kind: mask for mask, kind in MEASURED_KINDS.items()}
@@ -106,9 +105,9 @@ def _command_arguments(call: TileKey, shape: tuple[int, int, int], allowed: floa
     """
     (heads, kv_heads, rows), (least, most) = shape, LENGTHS
     length = min(most, max(least, rows // 128 * 128))
-    problem = Problem(MEASURED[call.mask], length, heads, kv_heads, *call.dims, dtype=call.dtype)
-    arguments = ["--shapes", problem.shape, "--mask", problem.mask, "--ops", "fwd,bwd"]
-    arguments += ["--dtype", problem.dtype, "--budget", f"{max(1.0, allowed):.0f}s"]
+    width = "x".join(map(str, dict.fromkeys(call.dims)))
+    arguments = ["--shapes", f"{heads}x{kv_heads},{width},{length}", "--mask", MEASURED[call.mask]]
+    arguments += ["--ops", "fwd,bwd", "--dtype", call.dtype, "--budget", f"{max(1.0, allowed):.0f}s"]
     return [*arguments, "--score-mod", "softcap"] if call.score else arguments
 
 

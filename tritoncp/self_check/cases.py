@@ -25,13 +25,13 @@ from tritoncp.call import engine_factory
 from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.masks.mask import Mask
+from tritoncp.perf.problem import Problem
 from tritoncp.planning import SCHEDULES
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention, largest_error
 
 ONE_DEVICE, BOTH = "one-device", "ulysses+ring"
-# Name of a mask in the report -> key of planning.problem.MASKS.
+# Name of a mask in the report -> key of perf.problem.MASKS.
 MASKS = {
     "causal": "causal",
     "documents": "few-documents",
@@ -78,7 +78,7 @@ class CheckRequest:
 
 class CheckCase(NamedTuple):
     """A case: forward and backward pass of a schedule with a mask, in one dtype. (Sizes, as in
-    :class:`~tritoncp.planning.problem.Problem`, depend on the device and the number of ranks.)"""
+    :class:`~tritoncp.perf.problem.Problem`, depend on the device and the number of ranks.)"""
 
     schedule: str
     mask: str

@@ -8,9 +8,9 @@ from torch import Tensor
 from tritoncp.analysis.launches import CallTensors
 from tritoncp.call.engine_factory import name_functions
 from tritoncp.kernels.tile_rules import Config
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.suite import baselines, check
 from tritoncp.perf.suite.timing import Clock, DeviceClock, WallClock
-from tritoncp.planning.problem import Problem
 from tritoncp.tuning.targets import Target
 
 

@@ -14,8 +14,9 @@ from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import FEW, Config, copies, default, flipped_rows, weight, widest_route
 from tritoncp.kernels.toolchain import flips_right, fused_fault
 from tritoncp.masks.expressions import score_of
+from tritoncp.measured_tiles.tile_lookup import MEASURED_KINDS
 from tritoncp.mods import Untranslatable, hand_written, score_mod
-from tritoncp.planning.problem import MEASURED_KINDS, MODELS, Problem
+from tritoncp.perf.problem import MODELS, Problem
 
 # "fused" is not part of "bwd": it sums dQ in varying order, calls have to request it, and measured tiles must
 # not make results nondeterministic. "few" is a decoding step. "routes" compares the other forward kernels
@@ -27,7 +28,7 @@ OPS = {
     "few": ("few",),
     "routes": ("forward", "route"),
 }
-# Name of a preset -> (model of planning.problem.MODELS, length).
+# Name of a preset -> (model of perf.problem.MODELS, length).
 PRESETS = {
     "llama3-8b": ("Llama-3 8B", 16384),
     "llama3-70b": ("Llama-3 70B", 16384),

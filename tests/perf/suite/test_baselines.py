@@ -7,10 +7,10 @@ import torch
 from torch.nn.attention import SDPBackend, varlen
 
 from tritoncp.call.sinks import with_sinks
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.suite import baselines, check
 from tritoncp.perf.suite.cases import CASES, Case
 from tritoncp.perf.suite.measure import work_of
-from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tritoncp.kernels.launch import Launch
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.records.history import Journal, Series, read
 from tritoncp.perf.suite import host_cases
 from tritoncp.perf.suite.host_cases import HostCase, measure, no_launches
 from tritoncp.perf.suite.host_memory import start_peak
-from tritoncp.planning.problem import Problem
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -6,9 +6,9 @@ import pytest
 
 import tritoncp
 from tests.cases import Case
+from tritoncp.perf.problem import Problem
 from tritoncp.perf.suite.cases import CASES
 from tritoncp.perf.suite.measure import work_of_plan
-from tritoncp.planning.problem import Problem
 
 SHAPE = Problem("causal", 200, 4, 2, 16, 32, batch=2)
 

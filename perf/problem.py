@@ -199,8 +199,6 @@ MASKS: dict[str, Callable[[int], MaskFn | None]] = {
     "few-documents": _few_documents,
     "dilated": lambda seq: _dilated,
 }
-# The masks with which tile shapes are measured, and the kind of mask that uses the result.
-MEASURED_KINDS = {"causal": "causal", "full": "full", "document": "interval", "window": "window"}
 SCORES = ("softcap", "alibi")  # masks that have a score_mod of the same name
 SINKS = ("sinks", "window128-sinks")  # masks whose heads have a learned logit that takes probability
 

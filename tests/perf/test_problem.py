@@ -2,7 +2,7 @@
 
 import torch
 
-from tritoncp.planning.problem import MASKS, Problem, corpus_lengths
+from tritoncp.perf.problem import MASKS, Problem, corpus_lengths
 
 CPU, N = torch.device("cpu"), 6144
 SUMS = dict.fromkeys(["causal", "softcap", "alibi", "sinks"], 5519403008) | {
