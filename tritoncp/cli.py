@@ -42,7 +42,7 @@ class Group(click.Group):
 
 
 HEADS = click.IntRange(1, 1 << 16)
-HEAD_DIM = click.IntRange(1, 256)  # equals call.validate.MAX_HEAD_DIM, whose import would import torch
+HEAD_DIM = click.IntRange(1, 256)  # equals call.check_arguments.MAX_HEAD_DIM, whose import would import torch
 
 
 @click.group("tritoncp", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})

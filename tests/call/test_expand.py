@@ -325,7 +325,7 @@ def test_expanded_keys_live_for_one_step(schedule: str) -> None:
     leaves = leaves_of(x)
     shards = [tritoncp.shard(t, plan, dim=2) for t in leaves[:2]]
     with only:
-        world = mock.patch.object(tritoncp.call.validate, "check_ranks")
+        world = mock.patch.object(tritoncp.call.check_shards, "check_ranks")
         with world:
             out = flex_attention(*shards, None, plan, enable_gqa=True, expand=(watched, *leaves[2:], 2))
         out.sum().backward()

@@ -15,9 +15,9 @@ import tritoncp
 from tritoncp import and_masks, causal, document, sliding_window
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
-from tritoncp.call import engine_factory, mask_source, plan_cache, validate
+from tritoncp.call import check_arguments, check_shards, engine_factory, mask_source, plan_cache
 from tritoncp.call.plan_cache import plan_in_order
-from tritoncp.call.validate import ShardSizes
+from tritoncp.call.read import ShardSizes
 from tritoncp.mods import recording
 from tritoncp.reference.dense import dense_attention
 
@@ -187,16 +187,16 @@ def test_hits_and_misses_are_counted_and_cached_bytes_are_bounded(monkeypatch):
 
 def test_a_plan_that_served_a_call_of_a_key_is_not_checked_again(monkeypatch):
     own, checks = plan(causal()), []
-    monkeypatch.setattr(validate, "check_sizes", lambda *_: checks.append(key))
+    monkeypatch.setattr(check_shards, "check_sizes", lambda *_: checks.append(key))
     for key in (None, None, "a", "a", "b"):
         plan_cache.plan_for(own, ShardSizes.of(Q, Q), None, key)
     assert checks == [None, None, "a", "b"]
 
 
 def test_the_tensors_of_equal_calls_are_checked_once_and_before_a_plan_is_made(monkeypatch, built_plans):
-    checks, check = [], validate.check_tensors
+    checks, check = [], check_arguments.check_tensors
     monkeypatch.setattr(
-        validate, "check_tensors", lambda *args: checks.append(len(built_plans)) or check(*args)
+        check_arguments, "check_tensors", lambda *args: checks.append(len(built_plans)) or check(*args)
     )
     masks = causal(), sliding_window(2)
     for shape in ((1, 2, 23, 7), (1, 2, 23, 9), (1, 2, 23, 7)):
@@ -304,10 +304,8 @@ def test_finding_a_plan_again_does_nothing_to_any_tensor():
 def test_calls_of_a_kind_are_checked_once(monkeypatch):
     """After MAX_CHECKED_CALLS kinds, all are forgotten and checked again."""
     monkeypatch.setattr(plan_cache, "MAX_CHECKED_CALLS", 3)
-    checked, check = [], plan_cache.validate.check_sizes
-    monkeypatch.setattr(
-        plan_cache.validate, "check_sizes", lambda *a: checked.append(a[1].heads) or check(*a)
-    )
+    checked, check = [], check_shards.check_sizes
+    monkeypatch.setattr(check_shards, "check_sizes", lambda *a: checked.append(a[1].heads) or check(*a))
     mask = block_mask(lambda b, h, q, kv: q >= kv)
     for heads in (1, 2, 3, 1, 2, 3, 4, 1, 4):
         x = torch.zeros(1, heads, S, 16)

@@ -32,7 +32,7 @@ from tests.kernels.support.harness import (
     single,
 )
 from tritoncp import and_masks, causal, document, full_mask, sliding_window
-from tritoncp.call.executable import caches_of
+from tritoncp.call.engine_factory import ENGINES
 from tritoncp.kernels import engine, tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods, count_tiles
@@ -297,8 +297,8 @@ def first_head(score, b, h, q_idx, kv_idx, caps):
 def test_hand_written_mods_are_given_one_head() -> None:
     x, plan = torch.randn(1, 2, 4, 16), tritoncp.make_plan(full_mask(4, 4))
     tritoncp.flex_attention(x, x, x, Mod.from_triton(first_head), plan)
-    (executable,) = caches_of(plan).executables.values()
-    assert executable.engine.options["PACK_GQA"] is False
+    ((engine, _),) = ENGINES.of(plan.derived).values()
+    assert engine.options["PACK_GQA"] is False
 
 
 class Device:

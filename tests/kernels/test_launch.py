@@ -16,8 +16,8 @@ from triton.runtime.jit import mangle_type
 import tritoncp
 from tests.kernels.support.harness import qkv
 from tritoncp import causal, create_block_mask, make_plan
-from tritoncp.call import executable
-from tritoncp.call.executable import caches_of
+from tritoncp.call import engine_factory
+from tritoncp.call.engine_factory import ENGINES
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.layouts import layout_of, specialisation_of
 from tritoncp.kernels.operands import Mods
@@ -43,7 +43,7 @@ def test_one_engine_serves_captures_of_the_same_layouts_and_no_others() -> None:
             got = tritoncp.flex_attention(*x, score, plan)
             want = dense_attention(*x, plan.mask, score).out
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-            engines.append(len(caches_of(plan).executables))
+            engines.append(len(ENGINES.of(plan.derived)))
     assert engines == [1, 2, 3, 4, 5, 6, 6, 6, 7, 8]
 
 
@@ -55,7 +55,7 @@ def test_an_engine_keeps_no_captured_tensor_alive() -> None:
     memory = StorageWeakRef(bias.untyped_storage())
     del bias
     gc.collect()
-    assert memory.expired() and len(caches_of(plan).executables)
+    assert memory.expired() and len(ENGINES.of(plan.derived))
 
 
 def test_backward_passes_of_other_cotangents_have_separate_launches() -> None:
@@ -146,12 +146,12 @@ def test_slices_of_unaligned_tensors_have_separate_launches() -> None:
 
 @pytest.mark.bar(17)
 def test_kept_engines_are_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(executable, "MAX_EXECUTABLES", 3)
+    monkeypatch.setattr(engine_factory, "MAX_ENGINES", 3)
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S))
     for heads in range(1, 7):
         x = qkv(S, heads=heads)
         tritoncp.flex_attention(*x, plan)
-        assert len(caches_of(plan).executables) <= 3
+        assert len(ENGINES.of(plan.derived)) <= 3
 
 
 def test_memory_beyond_32_bits_changes_the_layout_only_on_amd(monkeypatch: Any) -> None:

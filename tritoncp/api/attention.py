@@ -15,10 +15,10 @@ from tritoncp.api.group_call import group_call, stop_traced_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.call import traced
 from tritoncp.call.autograd import attend
+from tritoncp.call.check_arguments import check_call, check_mesh
 from tritoncp.call.plan_cache import find_plan
 from tritoncp.call.prepare import prepare
 from tritoncp.call.read import Arguments, sort_arguments
-from tritoncp.call.validate import check_call, check_mesh
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.host_copy import is_dtensor
 from tritoncp.distributed.groups import Mesh, place_in_group
@@ -218,9 +218,9 @@ def _run_on_host(call: Arguments) -> list[Tensor]:
     if dispatch.is_traced(call.query):
         with dispatch.fake_mode_of(call.query):
             return traced.attend_in_graph(call)
-    call, kind = check_call(call)
-    plan = find_plan(call, kind)
-    return attend([prepare(call, plan, kind)], call[:3])
+    call = check_call(call)
+    plan = find_plan(call)
+    return attend([prepare(call, plan)], call[:3])
 
 
 Substitute = Callable[[Arguments], list[Tensor]]

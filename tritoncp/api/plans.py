@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api.group_call import group_call
 from tritoncp.call import plan_cache, prepare
-from tritoncp.call.mask_source import Sources
-from tritoncp.call.validate import check_mesh, check_plannable
+from tritoncp.call.check_arguments import check_mesh
+from tritoncp.call.mask_source import Sources, check_plannable
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.records import replace

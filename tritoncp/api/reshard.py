@@ -13,7 +13,8 @@ from tritoncp.api import shards
 from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.api.simulate import World
-from tritoncp.call import validate
+from tritoncp.call.check_arguments import check_mesh
+from tritoncp.call.check_shards import check_place
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Compared, fact, together
@@ -79,7 +80,7 @@ def reshard(
     if isinstance(mesh, World):
         return _reshard_in_world(x, source, target, mesh, dim, side, batch_dim, pad)
     place = place_in_group(mesh)
-    validate.check_mesh(mesh, source, target)
+    check_mesh(mesh, source, target)
     world, world_size, rank = place
     for plan in (source, target):
         _check_plan(plan, world_size, rank if world else None)
@@ -127,7 +128,7 @@ def _move(
 
 def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
     if isinstance(plan, Plan):
-        validate.check_place(plan, world_size, rank)
+        check_place(plan, world_size, rank)
     elif plan is not None:
         raise TypeError(f"source or target is {plan!r}; pass a Plan, or None for natural order")
 
@@ -189,9 +190,9 @@ def unshard(
         ValueError: for a shard and a plan that do not fit together.
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
-    validate.check_mesh(mesh, plan_or_mask)
+    check_mesh(mesh, plan_or_mask)
     if isinstance(plan_or_mask, Plan):
-        validate.check_place(plan_or_mask, place[1], None)
+        check_place(plan_or_mask, place[1], None)
     shards.check_dim(x, dim)
     shards.check_batch_dim(x, batch_dim)
     _check_grad(x, grad)

@@ -11,7 +11,8 @@ from torch import Tensor
 from tritoncp.api import shards
 from tritoncp.api.group_call import group_call
 from tritoncp.api.simulate import World
-from tritoncp.call import validate
+from tritoncp.call.check_arguments import check_mesh
+from tritoncp.call.check_shards import check_place
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.core.handles import handle_of, object_of
@@ -87,7 +88,7 @@ def roll(
     if isinstance(mesh, World):
         return _roll_in_world(x, plan, shift, mesh, dim, documents, batch_dim, pad)
     place = place_in_group(mesh)
-    validate.check_mesh(mesh, plan)
+    check_mesh(mesh, plan)
     _check_plan(plan, place[1], place[2] if place[0] else None)
     return _roll([x], place, plan, shift, dim, documents, batch_dim, pad)[0]
 
@@ -105,7 +106,7 @@ def _roll_in_world(xs: Sequence[Tensor], plan: Any, shift: Any, world: World, *o
 def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}; a Plan is needed: make_plan(block_mask, mesh)")
-    validate.check_place(plan, world_size, rank)
+    check_place(plan, world_size, rank)
 
 
 def _roll(

@@ -11,7 +11,7 @@ from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.api.reshard import unshard
 from tritoncp.api.shards import placement_of
-from tritoncp.call import validate
+from tritoncp.call.check_arguments import check_mesh
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed.groups import Mesh, place_in_group
 from tritoncp.masks.closed_forms import as_int
@@ -95,7 +95,7 @@ def _select(
 ) -> Selection:
     """Gather the keys, and choose."""
     place = place_in_group(mesh)
-    validate.check_mesh(mesh, block_mask)
+    check_mesh(mesh, block_mask)
     key = key.detach()
     if isinstance(block_mask, Plan):
         block_mask.check_sources()

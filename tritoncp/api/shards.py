@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api.plans import MaskLike
-from tritoncp.call import validate
+from tritoncp.call.check_arguments import check_mesh
+from tritoncp.call.check_shards import check_place
 from tritoncp.core.dynamo_boundary import graph_entry
 from tritoncp.core.host_copy import is_dtensor, refuse_dtensor
 from tritoncp.distributed.groups import Mesh, place_in_group
@@ -70,7 +71,7 @@ def shard(
         TypeError: for a plan_or_mask of another type.
     """
     place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
-    validate.check_mesh(mesh, plan_or_mask)
+    check_mesh(mesh, plan_or_mask)
     return cut(x, plan_or_mask, place, dim, side, batch_dim, pad, mesh)
 
 
@@ -100,7 +101,7 @@ def placement_of(
     check_dim(x, dim)
     if isinstance(plan_or_mask, Plan):
         if world:
-            validate.check_place(plan_or_mask, world_size, rank)
+            check_place(plan_or_mask, world_size, rank)
         return plan_or_mask.side(side), plan_or_mask.rank
     check_side(side)
     if has_lengths(plan_or_mask):

@@ -23,10 +23,13 @@ from tritoncp.api.attention import (
 )
 from tritoncp.api.plans import MaskLike
 from tritoncp.api.trees import TreeEdges
-from tritoncp.call import autograd, plan_cache, validate
+from tritoncp.call import autograd, check_shards, plan_cache
+from tritoncp.call.check_arguments import check_arguments, shared_batch
+from tritoncp.call.facts import Call
 from tritoncp.call.mask_source import Sources
+from tritoncp.call.op_arguments import OpArguments
 from tritoncp.call.prepare import prepare, selected_keys
-from tritoncp.call.read import Arguments, Call, sort_arguments
+from tritoncp.call.read import Arguments, ShardSizes, sort_arguments
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.suggestions import unexpected_keyword
 from tritoncp.graph import dispatch
@@ -233,10 +236,10 @@ class World:
             Arguments(query, key, value, score_mod, selected=one, **options)
             for query, key, value, one in zip(queries, keys, values, chosen)
         ]
-        passed = list(map(validate.check_arguments, passed))
+        passed = list(map(check_arguments, passed))
         plan = self._shared_plan(mask, passed)
-        validate.check_order(plan)
-        passed = list(map(validate.shared_batch, passed))
+        check_shards.check_order(plan)
+        passed = list(map(shared_batch, passed))
         first = passed[0]
         call = prepare(first, plan)
         calls = [call._replace(plan=call.plan.for_rank(rank)) for rank in range(self.world_size)]
@@ -263,8 +266,8 @@ class World:
     def _shared_plan(self, mask: Any, passed: Sequence[Arguments]) -> Plan:
         """Return the plan of a call, checked against the shards of all ranks."""
         rows, batch_offset = passed[0].query.shape[0], passed[0].batch_offset
-        sizes = [validate.ShardSizes.of(one.query, one.key, one.expand) for one in passed]
-        batch = rows if batch_offset is None else validate.whole_batch(mask, rows, batch_offset)
+        sizes = [ShardSizes.of(one.query, one.key, one.expand) for one in passed]
+        batch = rows if batch_offset is None else check_shards.whole_batch(mask, rows, batch_offset)
         plan = mask
         if not isinstance(mask, Plan):
             lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in zip(*[one[:2] for one in passed]))
@@ -272,7 +275,7 @@ class World:
             plan = plan_cache.plan_in_order(Sources.of(mask), whole, lengths, kv_lengths)
         plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)
         for rank, one in enumerate(sizes):
-            validate.check_sizes(plan.for_rank(rank), one)
+            check_shards.check_sizes(plan.for_rank(rank), one)
         return plan
 
     @property
@@ -302,7 +305,7 @@ class World:
 
 def _trace_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
     """Run the op of one rank's call on tensors without values."""
-    arguments = call.as_arguments()
+    arguments = OpArguments.of(call)
     (plan,), captures = dispatch.as_inputs([arguments.plan]), dispatch.as_inputs(arguments.captures)
     results: Sequence[Tensor] = autograd.forward_op(
         q, k, v, *arguments._replace(plan=plan, captures=captures)

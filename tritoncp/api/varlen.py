@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from tritoncp.api.attention import KeywordOptions, flex_attention
 from tritoncp.api.group_call import group_call
-from tritoncp.call.validate import check_mesh
+from tritoncp.call.check_arguments import check_mesh
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.core.handles import handle_of

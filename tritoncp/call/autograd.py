@@ -1,8 +1,8 @@
 """Forward and backward pass of a call, their registered ops, and their autograd function.
 
 Each op is one whole pass: launches and collectives stay inside, so that neither numbers of steps nor Work
-handles enter a graph. Outside of graphs a :class:`~tritoncp.call.read.Call` is passed to the passes directly;
-it is encoded as arguments of an op only if the dispatcher is needed.
+handles enter a graph. Outside of graphs a :class:`~tritoncp.call.facts.Call` is passed to the passes
+directly; it is encoded as arguments of an op only if the dispatcher is needed.
 
 A pass, and the autograd function, take a list of calls: the call of one rank, or the calls of all ranks of a
 simulated world.
@@ -21,8 +21,9 @@ from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
 from tritoncp.call.engine_factory import engine_of, gradient_buffers, sum_gradients
+from tritoncp.call.facts import Call
+from tritoncp.call.op_arguments import CALL_SCHEMA, OpArguments
 from tritoncp.call.prepare import compare_call
-from tritoncp.call.read import CALL_SCHEMA, Call, OpArguments
 from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.distributed.collectives import Requests
@@ -294,7 +295,7 @@ def _run_forward(calls: Sequence[Call | OpArguments], tensors: Sequence[Tensor])
     call, shard = calls[0], tensors[:3]
     if needs_dispatcher(tensors):
         warn_if_repeated(forward_op, *shard)
-        return list(call_op(forward_op, *shard, *call.as_arguments()))
+        return list(call_op(forward_op, *shard, *OpArguments.of(call)))
     return forward_pass([call], shard) if isinstance(call, Call) else _forward_body(*shard, *call)
 
 
@@ -309,7 +310,7 @@ def backward(calls: Sequence[Call | OpArguments], inputs: Sequence[BackwardInput
                 return backward_pass(cast(Sequence[Call], calls), [one.without_neg() for one in inputs])
         call, one = calls[0], inputs[0]
         if needs_dispatcher(present):
-            return list(call_op(backward_op, *one, *call.as_arguments()))
+            return list(call_op(backward_op, *one, *OpArguments.of(call)))
         if isinstance(call, OpArguments):
             return _backward_body(*one, *call)
         groups.group_of(call.group)  # raises if the group was destroyed after the forward pass

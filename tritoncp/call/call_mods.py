@@ -13,14 +13,21 @@ import torch
 from torch import Tensor
 
 from tritoncp import mods
-from tritoncp.call.executable import caches_of
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed.schedules.buffers import stats_dtype
 from tritoncp.masks.classification.classify import masked_blocks
 from tritoncp.masks.runs.block_runs import Kind
 from tritoncp.mods import Mod, Untranslatable
 from tritoncp.mods.mod import translate
+from tritoncp.planning.derived import PlanCache
 from tritoncp.planning.plan import Plan
+
+MAX_MASK_MODS = 64  # max copies of a plan's mask_mod
+# Copies of a plan's mask_mod by ranks, batch rows, heads and device; (None,) if no masked block needs it.
+_MASK_MODS: PlanCache[BoundedCache[Any, tuple[DeviceCopy[Mod] | None]]] = PlanCache(
+    lambda: BoundedCache(MAX_MASK_MODS)
+)
 
 
 def translate_score(
@@ -70,7 +77,7 @@ def translate_mask(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:
     batch, heads, device = q.shape[0], q.shape[1], q.device
     if plan.mask.interval_for(batch, heads) is not None:
         return None  # kernels compare positions with the interval of their row
-    reads, copies = plan.mask.reads, caches_of(plan).mask_mods
+    reads, copies = plan.mask.reads, _MASK_MODS.of(plan.derived)
     key = ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
     if (cached := copies.get(key)) is None:
         needed = any(_has_masked(plan.for_rank(rank)) for rank in ranks)

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from tritoncp.call import call_mods
-from tritoncp.call.executable import MAX_LAUNCHES, Executable, caches_of
 from tritoncp.call.expand import ExpandingEngine
-from tritoncp.call.facts import EngineKey, Facts
-from tritoncp.call.read import Call
+from tritoncp.call.facts import Call, EngineKey, Facts
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.environment import cpu_target, executed_target
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.core.upload import upload
+from tritoncp.core.upload import DeviceCopy, upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.kernels.layouts import layout_of, specialisation_of
@@ -30,14 +28,27 @@ from tritoncp.measured_tiles import tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.mods import Mod, deterministic_sum
 from tritoncp.mods.mod import arguments, gradient_arguments
 from tritoncp.mods.tracing import OwnGradient, WideGradients
+from tritoncp.planning.derived import PlanCache
 from tritoncp.planning.step_tables import Engine
 from tritoncp.selection.cpu_engine import SelectedCpuEngine
 from tritoncp.selection.visible import VisiblePairs
 
 if TYPE_CHECKING:
-    from tritoncp.kernels.engine import TritonEngine
+    from tritoncp.kernels.engine import TritonEngine  # late: it imports all kernels
+
+    KeptEngine = tuple[TritonEngine, DeviceCopy[Mod] | None]
 
 engine_log, cache_log = area_logger("engine"), area_logger("cache")
+MAX_ENGINES = 256  # max engines of one plan
+MAX_LAUNCHES = 1024  # max launches of one engine, by kernel, tables, first head and flags
+MAX_STEPS = 256  # max steps of the CPU engine, for one plan
+MAX_LOOK_UPS = 16  # max look-ups of visible pairs, for one plan
+# Of each plan: engines without the captures of the score_mod, each with its mask_mod on the device; steps of
+# the CPU engine, by tables, shapes, first row and head; look-ups for selected keys, by first row, device and
+# mask_mod.
+ENGINES: PlanCache[BoundedCache[EngineKey, KeptEngine]] = PlanCache(lambda: BoundedCache(MAX_ENGINES))
+_CPU_STEPS: PlanCache[BoundedCache[Any, Any]] = PlanCache(lambda: BoundedCache(MAX_STEPS))
+_VISIBLE_PAIRS: PlanCache[BoundedCache[Any, VisiblePairs]] = PlanCache(lambda: BoundedCache(MAX_LOOK_UPS))
 
 
 CPU_ENGINE_LINE = (
@@ -84,20 +95,19 @@ def engine_of(
             tensors = upload(tensors, device)  # at every call, since they may be edited between calls
         numbers = tuple(map(specialisation_of, score.numbers))
     layouts = tuple(map(layout_of, (q, k, v, *extra, *grads, *tensors)))
-    key = (  # equal to the EngineKey of these fields, which takes longer to make
+    key: Any = (  # equal to the EngineKey of these fields, which takes longer to make
         call.facts or Facts.of(call, q, k, v), numbers, layouts, plan.rank,
         call.group and weakref.ref(call.group), device, executed_target(), tile_tables.table_generation,
     )  # fmt: skip
-    executables = caches_of(plan).executables
-    executable = executables.get(key)
+    engines = ENGINES.of(plan.derived)
+    kept = engines.get(key)
     if cache_log.isEnabledFor(logging.DEBUG):
-        found = f"miss{_why_new(EngineKey(*key), executables)}" if executable is None else "hit"
+        found = f"miss{_why_new(EngineKey(*key), engines)}" if kept is None else "hit"
         cache_log.debug("executables of the plan: %s", found)
-    if executable is None:
-        executable = executables.put(EngineKey(*key), _make_executable(call, q, v, grads))
-    if executable.mask_mod is not None:
-        executable.mask_mod.on_current_stream()  # the engine reads its tensors on this stream
-    engine = executable.engine
+    if kept is None:
+        kept = engines.put(EngineKey(*key), _make_engine(call, q, v, grads))
+    engine, mask_copy = kept
+    mask_mod = mask_copy and mask_copy.on_current_stream()  # the engine reads its tensors on this stream
     if score is not None and (tensors or score.numbers):
         caps = arguments(tensors, score.numbers)
         engine = engine.with_captures(caps, gradient_arguments(grads) if grads else ())
@@ -105,13 +115,12 @@ def engine_of(
         return engine
     from tritoncp.selection.triton_engine import SelectedTritonEngine  # late: it imports the kernels
 
-    mask_mod = None if executable.mask_mod is None else executable.mask_mod.on_current_stream()
     return SelectedTritonEngine(engine, call.selected, _pairs(call, mask_mod, q), *_rows(call, q))
 
 
 def _pairs(call: Call, mask_mod: Mod | None, q: Tensor) -> VisiblePairs:
     """Return the look-up of the pairs that a call's mask shows, made once for a plan and device."""
-    kept, key = caches_of(call.plan).visible_keys, (call.plan.first_row, q.device, mask_mod)
+    kept, key = _VISIBLE_PAIRS.of(call.plan.derived), (call.plan.first_row, q.device, mask_mod)
     made = VisiblePairs(call.plan.mask, _check_torch_form(mask_mod), call.plan.first_row, q.device)
     return kept.get(key) or kept.put(key, made)
 
@@ -144,8 +153,9 @@ def _why_new(key: EngineKey, known: Iterable[EngineKey]) -> str:
     return "".join([f"; {text}" for text in differences.values()])
 
 
-def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) -> Executable:
-    """Make the executable of a call, after its tiles are measured if TRITONCP_AUTOTUNE requests it."""
+def _make_engine(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) -> KeptEngine:
+    """Make the Triton engine of a call, after its tiles are measured if TRITONCP_AUTOTUNE requests it, and
+    the mask_mod on its device."""
     from tritoncp.kernels.engine import TritonEngine
 
     plan, score = call.plan, call.score
@@ -172,7 +182,7 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
     engine = TritonEngine(mods, call.scale, options, first_row=plan.first_row, launches=launches)
     engine.route  # noqa: B018 - a cached property: copies with other captures share it
     _log_triton_engine(engine, device, properties)
-    return Executable(engine, copy)
+    return engine, copy
 
 
 def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence[Tensor]) -> CpuEngine:
@@ -181,7 +191,7 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     if engine_log.isEnabledFor(logging.INFO):
         log_decision(engine_log, CPU_ENGINE_LINE)
     plan, score = call.plan, _check_torch_form(call.score)
-    settings: dict[str, Any] = {"first_row": plan.first_row, "steps": caches_of(plan).cpu_steps}
+    settings: dict[str, Any] = {"first_row": plan.first_row, "steps": _CPU_STEPS.of(plan.derived)}
     if score is None:
         return CpuEngine(call.scale, _check_torch_form(mask), **settings)
     captures = call.score_tensors
@@ -266,7 +276,7 @@ def sum_gradients(call: Call, grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _log_triton_engine(engine: TritonEngine, device: torch.device, key: tile_lookup.TileKey) -> None:
-    """Log the engine of a new executable, the route of its forward pass, and the reason for that route."""
+    """Log a new engine, the route of its forward pass, and the reason for that route."""
     if not engine_log.isEnabledFor(logging.INFO):
         return
     kind = "Triton kernels, interpreted," if device.type == "cpu" else f"Triton kernels on {device}"

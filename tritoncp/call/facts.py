@@ -1,27 +1,33 @@
-"""The facts of a call: properties that must be equal on all ranks, and properties that decide which kernels
-run."""
+"""A prepared call and its facts: properties that must be equal on all ranks, and properties that decide which
+kernels run."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritoncp.call.executable import caches_of
 from tritoncp.call.expand import Expansion
-from tritoncp.call.read import Call
+from tritoncp.call.read import CallKind
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.records import fields_of
 from tritoncp.distributed.collectives import dtype_name
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods import Mod
 from tritoncp.mods.user_code import describe
+from tritoncp.planning.derived import PlanCache
 from tritoncp.planning.plan import Plan
+from tritoncp.selection.selection import Selection
 
 DIGITS = 12  # characters of a digest in a message
+MAX_STRUCTURES = 16  # max structures of a plan, by schedule and degree
+MAX_FACTS = 1024  # max facts of a plan, by kinds of calls
+_STRUCTURES: PlanCache[BoundedCache[Any, Any]] = PlanCache(lambda: BoundedCache(MAX_STRUCTURES))
+_FACTS: PlanCache[BoundedCache[Any, Facts]] = PlanCache(lambda: BoundedCache(MAX_FACTS))
 
 
 class Facts(NamedTuple):
@@ -97,18 +103,89 @@ class Facts(NamedTuple):
         }
 
 
-def with_facts(call: Call, kind: Any, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """Return the call with its facts, which are made once for each kind of call of a plan.
+class Call(NamedTuple):
+    """One checked call on one rank: all inputs of its forward and backward pass except query, key and value.
 
-    kind: object that stands for the properties of q, k and v that the facts are made of
+    plan:    the rank's plan, for the batch rows of the query
+    score:   the score_mod without its captured tensors; None: there is none
+    expand:  the function that computes keys and values of latents; None: keys and values travel
+    scale:   multiplies q k^T before the score_mod
+    group:   the process group of the ranks; None: all ranks are in this process
+    options: kernel options, sorted by name
+    returns: the results besides out: "lse", "max_scores"; "sinks" if the call has some
+    score_tensors: the tensors that the score_mod captures
+    selected: the keys that were chosen at run time, with unique indices; None: the mask alone decides
+    facts:   facts of the call and its tensors, if kept (:func:`tritoncp.call.facts.with_facts`), else None
+
+    >>> from tritoncp import alibi, causal, create_block_mask, make_plan
+    >>> from tritoncp.mods import score_mod
+    >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    >>> score = score_mod(alibi(slopes))
+    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 256, 256))
+    >>> without = score.with_captures((), score.numbers)
+    >>> options = (("BLOCK_N", 64),)
+    >>> call = Call(plan, without, 0.125, options=options, returns=("lse",), score_tensors=(slopes,))
+    >>> call.plan.s_local, call.score.wants, call.scale, call.options, call.returns
+    (256, (0,), 0.125, (('BLOCK_N', 64),), ('lse',))
+    >>> call.score_tensors, call.wants, call.want_max
+    ((tensor([0.5000, 0.2500], requires_grad=True),), (0,), False)
+    >>> call.group, call.expand, call.facts         # one process, keys and values, a call outside of a graph
+    (None, None, None)
     """
+
+    plan: Plan
+    score: Mod | None
+    scale: float
+    group: Any = None
+    options: tuple[tuple[str, Any], ...] = ()
+    returns: tuple[str, ...] = ()
+    expand: Expansion | None = None
+    score_tensors: Sequence[Tensor] = ()
+    selected: Selection | None = None
+    facts: Facts | None = None
+
+    @property
+    def want_max(self) -> bool:
+        """Whether max_scores is requested."""
+        return "max_scores" in self.returns
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether bits must not depend on the number of ranks."""
+        return ("invariant", True) in self.options
+
+    @property
+    def captures(self) -> Sequence[Tensor]:
+        """The tensors that the score_mod captures, then the tensors of ``expand``."""
+        own = self.score_tensors
+        return own if self.expand is None else (*own, *self.expand.tensors)
+
+    @property
+    def wants(self) -> tuple[int, ...]:
+        """Indices of the captures that require grad."""
+        wants = () if self.score is None else self.score.wants
+        if self.expand is None:
+            return wants
+        return *wants, *(len(self.score_tensors) + i for i in self.expand.wants)
+
+    def with_captures(self, captures: Sequence[Tensor]) -> Call:
+        """Copy the call with other captured tensors; () for none: an autograd node keeps them separately."""
+        if (expand := self.expand) is None:
+            has_some = captures or self.score_tensors
+            return self._replace(score_tensors=captures) if has_some else self
+        count = len(captures) - expand.num_tensors if captures else 0
+        return self._replace(score_tensors=captures[:count], expand=expand.with_tensors(captures[count:]))
+
+
+def with_facts(call: Call, kind: CallKind, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """Return the call with its facts, which are made once for each kind of call of a plan."""
     plan, score, scale, group, options, returns, expand, tensors, selected, _ = call
     if expand is not None:  # to read its structure takes as long as to make its facts
         return call
     form = score and structure_of_score(score)
     chosen = selected and selected.structure
     key = kind, plan.first_row, plan.schedule, plan.degree, scale, options, returns, form, chosen
-    kept = caches_of(plan).facts
+    kept = _FACTS.of(plan.derived)
     facts = kept.get(key) or kept.put(key, Facts.of(call, q, k, v))
     fields = plan, score, scale, group, options, returns, None, tensors, selected, facts
     return tuple.__new__(Call, fields)  # as call._replace(facts=facts), in a third of the time
@@ -185,7 +262,7 @@ def plan_structure(plan: Plan) -> Any:
     >>> first == second, second == third
     (False, True)
     """
-    structures, key = caches_of(plan).structures, (plan.schedule, plan.degree)
+    structures, key = _STRUCTURES.of(plan.derived), (plan.schedule, plan.degree)
     if (structure := structures.get(key)) is None:
         mask = plan.mask
         lengths = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block

@@ -22,8 +22,9 @@ from tritoncp.call.autograd import (
     needs_autograd,
 )
 from tritoncp.call.engine_factory import engine_of, gradient_buffers, sum_gradients
+from tritoncp.call.facts import Call
+from tritoncp.call.op_arguments import CALL_SCHEMA, OpArguments
 from tritoncp.call.prepare import compare_call
-from tritoncp.call.read import CALL_SCHEMA, Call, OpArguments
 from tritoncp.core.handles import object_of
 from tritoncp.distributed import failures
 from tritoncp.distributed.schedules import shared_keys

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from tritoncp.call import validate
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.core.records import replace
 from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.from_torch import from_block_mask, has_no_lengths
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
-from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.mask_mod import MaskMod, name_of
 from tritoncp.masks.runs.block_lists import index_lists
 from tritoncp.masks.runs.block_runs import content
 from tritoncp.mods.captures import TensorReplacement
@@ -114,7 +113,7 @@ class Sources:
     def compact(self, batch: int, q_len: int, kv_len: int) -> Mask:
         """Return the mask as runs. batch, q_len, kv_len: sizes of the call, for masks without sizes."""
         mask = self.mask
-        validate.check_mask_captures(self.captures)
+        check_mask_captures(self.captures)
         if mask is None:
             return full_mask(q_len, kv_len)
         if isinstance(mask, Mask):
@@ -153,6 +152,31 @@ class Sources:
                 f"compared between calls ({self.state.reason}). Make it once, tritoncp.make_plan(mask, "
                 "mesh), and pass the plan"
             )
+
+
+def check_mask_captures(tensors: Sequence[Tensor]) -> None:
+    """Raise if the mask_mod captures a tensor that requires grad: a mask has no gradient."""
+    for tensor in tensors:
+        if tensor.requires_grad:
+            raise ValueError(
+                f"the mask_mod captures a tensor {tuple(tensor.shape)} that requires grad, and a mask has no "
+                "gradient; capture tensor.detach(), or learn it in a score_mod"
+            )
+
+
+def check_plannable(mask: Any) -> None:
+    """Raise TypeError for a mask without lengths: None, a mask_mod, or a BlockMask of torch without sizes."""
+    if mask is None or has_no_lengths(mask):
+        raise TypeError(
+            "None has no lengths, and a plan needs them: make_plan(full_mask(Q_LEN, KV_LEN), mesh)"
+        )
+    is_plain = callable(mask) and not isinstance(mask, BlockMask | Mask | Plan)
+    if isinstance(mask, MaskMod) or is_plain:
+        name = name_of(mask) if name_of(mask) != "<lambda>" else "mask_mod"
+        raise TypeError(
+            f"{name} has no lengths, and a plan needs Q_LEN and KV_LEN, the global lengths of queries "
+            f"and keys: make_plan(create_block_mask({name}, None, None, Q_LEN, KV_LEN), mesh)"
+        )
 
 
 _WARNED: set[str] = set()

@@ -16,11 +16,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tritoncp.call import prepare, validate
-from tritoncp.call.executable import MAX_CHECKED_CALLS, caches_of
+from tritoncp.call import check_shards, prepare
+from tritoncp.call.check_arguments import MAX_CHECKED_CALLS
 from tritoncp.call.mask_source import MaskState, RawMask, Sources
-from tritoncp.call.read import Arguments
-from tritoncp.call.validate import CallKind, ShardSizes, check_shard_lengths
+from tritoncp.call.read import Arguments, ShardSizes
 from tritoncp.core.bounded_cache import OwnedState, TensorCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
@@ -32,6 +31,7 @@ from tritoncp.masks.mask_mod import name_of
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.mods.user_code import describe
 from tritoncp.planning.build import build as build_plan
+from tritoncp.planning.derived import PlanCache
 from tritoncp.planning.plan import Plan
 from tritoncp.report.text import format_title
 
@@ -56,14 +56,19 @@ class CacheInfo(NamedTuple):
 _CACHES = OwnedState(lambda: TensorCache(MAX_PLANS, lambda entry: entry[0].nbytes, MAX_BYTES))
 _COUNTS = {"hits": 0, "misses": 0}
 plan_log, cache_log = area_logger("plan"), area_logger("cache")
+# Keys of the calls whose shards have the sizes of a plan; no BoundedCache, whose look-up takes three times as
+# long.
+_CHECKED_CALLS: PlanCache[set[Any]] = PlanCache(set)
 _WARNED: set[Any] = set()  # (name of a mask_mod, number of ranks) with a warning about uneven work
 
 
-def find_plan(call: Arguments, kind: CallKind) -> Plan:
+def find_plan(call: Arguments) -> Plan:
     """Return the plan of a checked call, and check that its shards lie in the plan's order."""
+    kind = call.kind
+    assert kind is not None
     group, key = kind.ranks and kind.ranks(), kind if kind.is_kept else None
     plan = plan_for(plain_mask(call.block_mask), kind.sizes, group, key, call.batch_offset)
-    validate.check_order(plan, call.positions)
+    check_shards.check_order(plan, call.positions)
     return plan
 
 
@@ -81,7 +86,7 @@ def plan_for(
     batch_offset: batch row of the mask for row 0 of the shards (None: the shards have all rows)
     """
     if batch_offset is not None:
-        rows = validate.whole_batch(mask, sizes.batch, batch_offset)
+        rows = check_shards.whole_batch(mask, sizes.batch, batch_offset)
         whole = plan_for(mask, sizes._replace(batch=rows), group, call_key)
         return whole.batch_rows(batch_offset, sizes.batch)
     if isinstance(mask, Plan):
@@ -107,10 +112,10 @@ def plan_for(
 
 def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any) -> None:
     """Check the shards of a call against its plan, unless a call with the same key passed the check."""
-    checked, key = caches_of(plan).checked_calls, (plan.rank, call_key)
+    checked, key = _CHECKED_CALLS.of(plan.derived), (plan.rank, call_key)
     if key not in checked or call_key is None:
-        validate.check_ranks(plan, group)
-        validate.check_sizes(plan, sizes)
+        check_shards.check_ranks(plan, group)
+        check_shards.check_sizes(plan, sizes)
         if len(checked) >= MAX_CHECKED_CALLS:
             checked.clear()
         checked.add(key)
@@ -189,7 +194,8 @@ def plan_in_order(
 ) -> Plan:  # fmt: skip
     """Make the plan of a raw mask whose ranks hold pieces of these lengths, in order."""
     mask = sources.compact(sizes.batch, sum(lengths), sum(kv_lengths))
-    check_shard_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, (sizes.heads, sizes.kv_heads))
+    heads = sizes.heads, sizes.kv_heads
+    check_shards.check_shard_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
     natural_plan = build_plan(
         mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths, layer=sizes.layer
     )

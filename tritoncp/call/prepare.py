@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tritoncp.call import call_mods, validate
-from tritoncp.call.facts import DIGITS, Facts, form_of, with_facts
-from tritoncp.call.read import Arguments, Call
-from tritoncp.call.validate import CallKind
+from tritoncp.call import call_mods
+from tritoncp.call.check_arguments import scale_of
+from tritoncp.call.facts import DIGITS, Call, Facts, form_of, with_facts
+from tritoncp.call.read import Arguments
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState
 from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import consistency, groups
@@ -40,13 +40,13 @@ CALL = "flex_attention"
 SCALE = Facts._fields.index("scale")
 
 
-def prepare(arguments: Arguments, plan: Plan, kind: CallKind | None = None) -> Call:
-    """Make the record of a call of this plan, after the checks of its kernel options, score_mod and scale,
-    with its facts if they are kept. kind: of the checked call; None: of a simulated world
+def prepare(arguments: Arguments, plan: Plan) -> Call:
+    """Prepare a checked call of this plan: check its kernel options, score_mod and scale, and find its facts
+    if they are kept.
 
     Ranks are compared, and the engine is found or made, at the start of a pass: under a dispatch mode other
     tensors may reach it than were passed to the call."""
-    query, options = arguments.query, arguments.kernel_options
+    query, options, kind = arguments.query, arguments.kernel_options, arguments.kind
     if options:
         check_options(options, architecture(query.device))
     score: Mod | None = None
@@ -56,7 +56,7 @@ def prepare(arguments: Arguments, plan: Plan, kind: CallKind | None = None) -> C
     group = kind and kind.ranks and kind.ranks()
     selected = None if arguments.selected is None else selected_keys(arguments, plan)
     call = Call(
-        plan, score, validate.scale_of(arguments), group, tuple(sorted(options.items())) if options else (),
+        plan, score, scale_of(arguments), group, tuple(sorted(options.items())) if options else (),
         arguments.returns, arguments.expand, tensors, selected,
     )  # fmt: skip
     return with_facts(call, kind, *arguments[:3]) if kind and kind.is_kept else call

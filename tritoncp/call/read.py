@@ -1,11 +1,11 @@
-"""The records of one call: its arguments as passed, the checked call, and its encoding as arguments of the
-registered ops."""
+"""The arguments of one call of `flex_attention`, sorted, and their sizes."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,27 +14,21 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from tritoncp.call import call_mods
 from tritoncp.call.expand import Expansion
 from tritoncp.call.sinks import with_sinks
-from tritoncp.core.handles import handle_of, object_of
-from tritoncp.core.host_copy import on_host
 from tritoncp.distributed import groups
-from tritoncp.graph.spec import decode_spec, encode_spec
-from tritoncp.kernels.options import check_options
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
-from tritoncp.mods import Mod
 from tritoncp.planning.plan import Plan
-from tritoncp.selection.selection import Selection, check_indices
-
-if TYPE_CHECKING:
-    from tritoncp.call.facts import Facts  # late: it imports this module
 
 MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
 
 
 class Arguments(NamedTuple):
     """The arguments of one call of `flex_attention`, as they were passed but sorted (:func:`sort_arguments`).
-    A check, :func:`tritoncp.call.validate.check_arguments`, replaces ``expand`` by its record."""
+
+    :func:`tritoncp.call.check_arguments.check_call` replaces ``expand`` by its record, and adds the kind of
+    the call; None: one of a graph, or of a simulated world.
+    """
 
     query: Any
     key: Any
@@ -52,6 +46,7 @@ class Arguments(NamedTuple):
     batch_offset: int | None = None
     expand: Any = None
     selected: Any = None
+    kind: CallKind | None = None
 
     @property
     def returns(self) -> tuple[str, ...]:
@@ -69,6 +64,51 @@ class Arguments(NamedTuple):
         if (aux := self.return_aux) is not None:
             return out, AuxOutput(lse=lse if aux.lse else None, max_scores=tops[0] if tops else None)
         return (out, lse) if self.return_lse else out
+
+
+class ShardSizes(NamedTuple):
+    """Sizes of a rank's query [batch, heads, rows, dim] and key [.., kv_heads, kv_rows, dim]. latent:
+    channels per token of the latent from which ``expand=`` computes keys and values, 0 without it."""
+
+    batch: int
+    heads: int
+    rows: int
+    dim: int
+    kv_heads: int
+    kv_rows: int
+    latent: int = 0
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, expand: Expansion | None = None) -> ShardSizes:
+        batch, heads, rows, dim = query.shape
+        if expand is None:
+            return cls(batch, heads, rows, dim, key.shape[1], key.shape[2])
+        return cls(batch, heads, rows, dim, expand.sizes[0], key.shape[2], key.shape[1] * key.shape[3])
+
+    @property
+    def layer(self) -> dict[str, int] | None:
+        """Sizes of a latent layer, for the choice of a schedule; None for plain keys: a standard layer."""
+        names = "heads", "kv_heads", "head_dim", "latent"
+        sizes = self.heads, self.kv_heads, self.dim, self.latent
+        return dict(zip(names, sizes, strict=True)) if self.latent else None
+
+
+class CallKind:
+    """Properties of calls that one check covers. Kinds are compared by identity.
+
+    sizes:        sizes of the shards
+    shares_batch: whether keys or values of batch size 1 serve several batch rows of queries
+    ranks:        weak reference to their process group; None: all ranks are in this process
+    is_kept:      whether later calls have this kind too, so that results for it are worth caching
+    """
+
+    __slots__ = "is_kept", "ranks", "shares_batch", "sizes"
+
+    def __init__(self, call: Arguments, group: Any, is_kept: bool) -> None:
+        q, k, v = call[:3]
+        self.sizes = ShardSizes.of(q, k, call.expand)
+        self.shares_batch = not q.shape[0] == k.shape[0] == v.shape[0]
+        self.ranks, self.is_kept = group and weakref.ref(group), is_kept
 
 
 def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any, Any]:
@@ -122,168 +162,3 @@ def _hint(argument: Any) -> str:
     if isinstance(argument, Tensor):
         return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
     return ""
-
-
-class Call(NamedTuple):
-    """One checked call on one rank: all inputs of its forward and backward pass except query, key and value.
-
-    plan:    the rank's plan, for the batch rows of the query
-    score:   the score_mod without its captured tensors; None: there is none
-    expand:  the function that computes keys and values of latents; None: keys and values travel
-    scale:   multiplies q k^T before the score_mod
-    group:   the process group of the ranks; None: all ranks are in this process
-    options: kernel options, sorted by name
-    returns: the results besides out: "lse", "max_scores"; "sinks" if the call has some
-    score_tensors: the tensors that the score_mod captures
-    selected: the keys that were chosen at run time, with unique indices; None: the mask alone decides
-    facts:   facts of the call and its tensors, if kept (:func:`tritoncp.call.facts.with_facts`), else None
-
-    >>> from tritoncp import alibi, causal, create_block_mask, make_plan
-    >>> from tritoncp.mods import score_mod
-    >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
-    >>> score = score_mod(alibi(slopes))
-    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 256, 256))
-    >>> without = score.with_captures((), score.numbers)
-    >>> options = (("BLOCK_N", 64),)
-    >>> call = Call(plan, without, 0.125, options=options, returns=("lse",), score_tensors=(slopes,))
-    >>> call.plan.s_local, call.score.wants, call.scale, call.options, call.returns
-    (256, (0,), 0.125, (('BLOCK_N', 64),), ('lse',))
-    >>> call.score_tensors, call.wants, call.want_max
-    ((tensor([0.5000, 0.2500], requires_grad=True),), (0,), False)
-    >>> call.group, call.expand, call.facts         # one process, keys and values, a call outside of a graph
-    (None, None, None)
-    """
-
-    plan: Plan
-    score: Mod | None
-    scale: float
-    group: Any = None
-    options: tuple[tuple[str, Any], ...] = ()
-    returns: tuple[str, ...] = ()
-    expand: Expansion | None = None
-    score_tensors: Sequence[Tensor] = ()
-    selected: Selection | None = None
-    facts: Facts | None = None
-
-    @property
-    def want_max(self) -> bool:
-        """Whether max_scores is requested."""
-        return "max_scores" in self.returns
-
-    @property
-    def is_invariant(self) -> bool:
-        """Whether bits must not depend on the number of ranks."""
-        return ("invariant", True) in self.options
-
-    @property
-    def captures(self) -> Sequence[Tensor]:
-        """The tensors that the score_mod captures, then the tensors of ``expand``."""
-        own = self.score_tensors
-        return own if self.expand is None else (*own, *self.expand.tensors)
-
-    @property
-    def wants(self) -> tuple[int, ...]:
-        """Indices of the captures that require grad."""
-        wants = () if self.score is None else self.score.wants
-        if self.expand is None:
-            return wants
-        return *wants, *(len(self.score_tensors) + i for i in self.expand.wants)
-
-    def with_captures(self, captures: Sequence[Tensor]) -> Call:
-        """Copy the call with other captured tensors; () for none: an autograd node keeps them separately."""
-        if (expand := self.expand) is None:
-            has_some = captures or self.score_tensors
-            return self._replace(score_tensors=captures) if has_some else self
-        count = len(captures) - expand.num_tensors if captures else 0
-        return self._replace(score_tensors=captures[:count], expand=expand.with_tensors(captures[count:]))
-
-    @on_host
-    def as_arguments(self) -> OpArguments:
-        """Encode the call as arguments of the registered ops."""
-        world = "" if self.group is None else self.group.group_name
-        sizes = None if self.expand is None else self.expand.sizes
-        spec = encode_spec(None, self.wants, world, self.options, self.returns, None, sizes)
-        handle = handle_of(self.with_captures(()))
-        return OpArguments(list(self.captures), [], self.scale, handle, spec)
-
-
-CALL_SCHEMA = "Tensor[] captures, SymInt[] ints, float scale, Tensor plan, str spec"
-
-
-class OpArguments(NamedTuple):
-    """A call encoded as the last arguments of the registered ops, for graphs, dispatch modes and tensor
-    subclasses.
-
-    ints: in a graph, the numbers that the score_mod captures
-    plan: handle (:mod:`tritoncp.core.handles`): in a graph the handle of the plan, which is an input, so that
-        one graph serves all plans; else the handle of the :class:`Call` without captures
-    spec: text of a :class:`tritoncp.graph.spec.CallConstants`
-    """
-
-    captures: list[Tensor]
-    ints: list[int]
-    scale: float
-    plan: Tensor
-    spec: str
-
-    @property
-    def wants(self) -> tuple[int, ...]:
-        """Indices of the captures that require grad."""
-        return decode_spec(self.spec).wants
-
-    @property
-    def group(self) -> Any:
-        """See :attr:`tritoncp.graph.spec.CallConstants.group`."""
-        return decode_spec(self.spec).group
-
-    def with_captures(self, captures: Sequence[Tensor]) -> OpArguments:
-        return self._replace(captures=list(captures))
-
-    def as_arguments(self) -> OpArguments:
-        return self
-
-    def decode(self, x: Tensor) -> Call:
-        """Decode the call. x: a tensor on its device. Checks that the state of the mask of a :class:`Call` is
-        unchanged, since a program of torch.jit may run the op again; in a graph, the op that looks up the
-        plan has done so."""
-        named, spec, score, expand = object_of(self.plan), decode_spec(self.spec), None, None
-        score_tensors: Sequence[Tensor] = ()
-        scale, options = self.scale, spec.options
-        if isinstance(named, Call):
-            named.plan.check_sources()
-            return named.with_captures(self.captures)
-        selected = None
-        if spec.selected:
-            selected = Selection(self.captures[-1], *spec.selected)
-            check_indices(selected, named.mask.kv_len)
-            selected = selected.unique()
-        if spec.has_inputs:
-            from tritoncp.graph import inputs  # late: it imports Dynamo, which plans do not need
-
-            tensors, ints = iter(self.captures), iter(self.ints)
-            if spec.graph_score:
-                rebuilt = inputs.rebuild(spec.graph_score, tensors, ints)
-                score, score_tensors = call_mods.translate_score(rebuilt, x.dtype, x.device)
-            if spec.graph_expand:
-                (fn, *arguments), autocast = inputs.rebuild(spec.graph_expand, tensors, ints)
-                expand = Expansion.of(fn, arguments, spec.sizes or (), autocast)
-            if spec.graph_scale:
-                scale = float(inputs.rebuild(spec.graph_scale, tensors, ints))
-            if spec.graph_options:
-                numbers = [(name, inputs.rebuild(part, tensors, ints)) for name, part in spec.graph_options]
-                options = tuple(sorted([*options, *numbers]))
-                check_options(dict(options))
-        return Call(named, score, scale, spec.group, options, spec.returns, expand, score_tensors, selected)
-
-    def with_leaves(self) -> OpArguments:
-        """Detach the captures and mark those in ``wants`` as requiring grad, since an op's inputs do not
-        require grad."""
-        leaves = [x.detach().requires_grad_(i in self.wants) for i, x in enumerate(self.captures)]
-        return self._replace(captures=leaves)
-
-    def order_sums(self, call: Call, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Sort ``sums``, gradients of the decoded call's captures, into the order of ``wants``: a score_mod
-        rebuilt in a graph may read its captures in another order, or not read some of them."""
-        places = {id(call.captures[i]): at for at, i in enumerate(call.wants)}
-        targets = [self.captures[i] for i in self.wants]
-        return [sums[places[id(x)]] if id(x) in places else torch.zeros_like(x) for x in targets]

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tritoncp.call import plan_cache, validate
+from tritoncp.call import check_arguments, check_shards, plan_cache
 from tritoncp.call.autograd import forward_op
-from tritoncp.call.read import Arguments
+from tritoncp.call.read import Arguments, ShardSizes
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import failures, groups
@@ -29,7 +29,7 @@ def attend_in_graph(call: Arguments) -> list[Tensor]:
     Raises Uncapturable for a mod or mask that cannot be part of a graph.
     """
     world = place_in_group(call.mesh)[0]
-    call = validate.shared_batch(validate.check_arguments(call))
+    call = check_arguments.shared_batch(check_arguments.check_arguments(call))
     captures: list[Tensor] = []
     numbers: list[int] = []
     score = None if call.score_mod is None else flatten_callable(call.score_mod, captures, numbers)
@@ -41,7 +41,7 @@ def attend_in_graph(call: Arguments) -> list[Tensor]:
     if is_symbol(call.scale):
         graph_scale = flatten_callable(call.scale, captures, numbers)
     else:
-        scale = validate.scale_of(call)
+        scale = check_arguments.scale_of(call)
     options, graph_options = _split_options(call.kernel_options or {}, captures, numbers)
     plan = _find_in_graph(call, world)
     selected = call.selected
@@ -60,7 +60,7 @@ def _find_in_graph(call: Arguments, world: str) -> Tensor:
     tensors: list[Tensor] = []
     ints: list[int] = []
     structure = flatten_callable(call.block_mask, tensors, ints)
-    sizes = [*validate.ShardSizes.of(call.query, call.key, call.expand)]
+    sizes = [*ShardSizes.of(call.query, call.key, call.expand)]
     arguments = sizes, structure, world, call.positions, call.batch_offset
     return dispatch.run_on_values(plan_op, tensors, ints, *arguments)
 
@@ -82,7 +82,7 @@ def _split_options(
 
 @constant_result
 def _spec(score: str | None, wants: tuple[int, ...], world: str, options: dict[str, Any], *rest: Any) -> str:
-    """Encode the fields of a :class:`tritoncp.call.read.CallConstants`."""
+    """Encode the fields of a :class:`tritoncp.graph.spec.CallConstants`."""
     return encode_spec(score, wants, world, tuple(sorted(options.items())), *rest)
 
 
@@ -98,15 +98,15 @@ def _plan(
     """Return the handle of the plan of a Plan or mask, flattened by :func:`flatten_callable`, after a check
     against the shards.
 
-    shape: :class:`validate.ShardSizes`
+    shape: :class:`tritoncp.call.read.ShardSizes`
     """
     group = groups.group_by_name(world) if world else None
     with failures.closing(group):
         mask = rebuild(structure, tensors, ints)
         call_key = *shape, group and (group.size(), group.rank()), batch_offset
-        sizes = validate.ShardSizes(*shape)
+        sizes = ShardSizes(*shape)
         plan = plan_cache.plan_for(mask, sizes, group, call_key, batch_offset=batch_offset)
-        validate.check_order(plan, positions)
+        check_shards.check_order(plan, positions)
         return handle_of(plan)
 
 

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncp.api.attention import run_call, substitute_calls
 from tritoncp.call import plan_cache
-from tritoncp.call.read import Arguments
-from tritoncp.call.validate import ShardSizes
+from tritoncp.call.read import Arguments, ShardSizes
 from tritoncp.chunking.attention_nodes import prefixes
 from tritoncp.chunking.report import NO_ROWS, ChunkingError
 from tritoncp.distributed import groups

@@ -97,7 +97,7 @@ def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
 
 
 def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
-    """Return an attention's arguments besides its tensors: :class:`tritoncp.call.read.OpArguments`."""
+    """Return the :class:`tritoncp.call.op_arguments.OpArguments` of an attention."""
     own: Any = node.args
     return map_arg(own[attention_nodes.places(node)["captures"] :], rewrite.whole_node)
 

@@ -4,9 +4,10 @@ tables of each step. They are computed at their first use."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +21,29 @@ from tritoncp.planning.parts import needed_chunks
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import Tables, slot_runs, tables_of
 
+T = TypeVar("T")
 MAX_PARTS = 64  # max number of plans of parts that are cached with a plan
 CHUNK = 1 << 21  # max number of (rank, block) pairs in memory while the table of a large world is made
+
+
+class PlanCache(Generic[T]):
+    """What a module keeps with each plan: one value, which the views of all ranks share. It is made at the
+    first use, and freed with the plan's tables.
+
+    >>> from tritoncp import causal, create_block_mask, make_plan
+    >>> plan, names = make_plan(create_block_mask(causal(), 1, 1, 64, 64), world_size=2), PlanCache(list)
+    >>> names.of(plan.derived).append("ours")
+    >>> names.of(plan.for_rank(1).derived)
+    ['ours']
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+
+    def of(self, tables: DerivedTables) -> T:
+        """Return the value of the plan with these tables."""
+        value: T | None = tables.caches.get(self)
+        return tables.caches.setdefault(self, self._make()) if value is None else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +66,8 @@ class DerivedTables:
         return {name: x for name, x in vars(self).items() if name in ("mask", "q", "kv", "_digest")}
 
     @cached_property
-    def caches(self) -> dict[type, Any]:
-        """Caches of the calls that use these tables, by class. They are freed with the tables."""
+    def caches(self) -> dict[PlanCache[Any], Any]:
+        """Values of :class:`PlanCache`. They are freed with the tables."""
         return {}
 
     @cached_property

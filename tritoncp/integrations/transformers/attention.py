@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tritoncp.api.attention import flex_attention
-from tritoncp.call.validate import MAX_HEAD_DIM
+from tritoncp.call.check_arguments import MAX_HEAD_DIM
 from tritoncp.integrations.transformers.calls import watch_calls
 from tritoncp.integrations.transformers.graph import (
     checked_plan,

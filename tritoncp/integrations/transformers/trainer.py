@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from tritoncp.call.validate import check_mesh
+from tritoncp.call.check_arguments import check_mesh
 from tritoncp.distributed import groups
 from tritoncp.integrations.transformers.batches import shard_batch
 

@@ -19,9 +19,10 @@ from tests.call.test_expand import expand_latent, inputs
 from tests.masks.packed_documents import cumulative
 from tests.planning.test_placement import random_mask
 from tritoncp import causal, flex_attention, full_mask, make_plan
-from tritoncp.call import validate
+from tritoncp.call import check_shards
 from tritoncp.call.mask_source import Sources
 from tritoncp.call.plan_cache import plan_in_order
+from tritoncp.call.read import ShardSizes
 from tritoncp.distributed import groups
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
@@ -77,7 +78,7 @@ def shards(mask, q):
 
 
 def in_order(mask, lengths, kv_lengths):
-    return plan_in_order(Sources.of(mask), validate.ShardSizes.of(x(), x()), lengths, kv_lengths)
+    return plan_in_order(Sources.of(mask), ShardSizes.of(x(), x()), lengths, kv_lengths)
 
 
 def engine(options):
@@ -85,8 +86,8 @@ def engine(options):
 
 
 NAMES = {  # modules for the calls in the table, besides tritoncp
-    "tritoncp": tritoncp, "torch": torch, "AuxRequest": AuxRequest, "S": S, "validate": validate,
-    "sizes": validate.ShardSizes.of, "groups": groups, "plan_in_order": in_order, "full_mask": full_mask,
+    "tritoncp": tritoncp, "torch": torch, "AuxRequest": AuxRequest, "S": S, "check_shards": check_shards,
+    "sizes": ShardSizes.of, "groups": groups, "plan_in_order": in_order, "full_mask": full_mask,
     "mask_of": mask_of, "build": build, "random_mask": random_mask, "cumulative": cumulative, "x": x,
     "inputs": inputs, "expand_latent": expand_latent, "elsewhere": elsewhere, "whole": whole, "call": call,
     "plan": plan, "learned_mask": learned_mask, "lower": lower, "sliced": sliced, "shards": shards,
