@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.draws import few
-from tritoncp.cpu.tiles import PackedTile, SlotRow, TileBatch, batches_of, tiles_of
+from tritoncp.cpu.tiles import TRIANGLE_ROWS, KeyRanges, PackedTile, SlotRow, TileBatch, batches_of, tiles_of
 
 KEYS = 2048
 
@@ -48,6 +48,58 @@ def counts(tiles: list[PackedTile], rows: int) -> Tensor:
     for tile in tiles:
         table[tile.row : tile.row + tile.height, tile.col : tile.col + tile.width] += 1
     return table
+
+
+def document_slots(lengths: Sequence[int], skipped: int = 0) -> tuple[list[SlotRow], KeyRanges]:
+    """Return slots of 128 rows of packed causal documents, and the keys of each row. The documents' keys lie
+    after ``skipped`` keys of an earlier part of the first document."""
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    begin = (starts + skipped)[ids]
+    begin[ids == 0] = 0
+    end = torch.arange(len(ids)) + skipped + 1
+    slots = []
+    for row in range(0, len(ids), 128):
+        rows = slice(row, min(row + 128, len(ids)))
+        first, last = int(begin[rows].min()), int(end[rows].max())
+        full = int(begin[rows].max()), int(end[rows].min()) // 64 * 64
+        masked = [(first, last)] if full[0] >= full[1] else [(first, full[0]), (full[1], last)]
+        slots.append(
+            SlotRow((row, rows.stop), [full] if full[0] < full[1] else [], [x for x in masked if x[0] < x[1]])
+        )
+    return slots, KeyRanges(0, begin, end)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=6),
+    skipped=st.integers(0, 256),
+)
+def test_tiles_of_documents_cover_their_pairs_once(lengths: list[int], skipped: int) -> None:
+    slots, ranges = document_slots(lengths, skipped)
+    rows, keys = sum(lengths), torch.arange(sum(lengths) + skipped)
+    table = torch.zeros(rows, len(keys), dtype=torch.int32)
+    visible = (keys >= ranges.begin[:, None]) & (keys < ranges.end[:, None])
+    tiles = tiles_of(slots, 0, True, lambda *_: True, ranges)
+    for tile in tiles:
+        part = torch.ones(tile.height, tile.width, dtype=torch.int32)
+        place = slice(tile.row, tile.row + tile.height), slice(tile.col, tile.col + tile.width)
+        if tile.kind == "masked":
+            part *= visible[place]
+        table[place] += part.tril() if tile.kind == "causal" else part
+    torch.testing.assert_close(table, visible.int(), rtol=0, atol=0)
+    assert [t.height for t in tiles if t.kind == "causal"] == [n for n in lengths if n >= TRIANGLE_ROWS]
+
+
+@pytest.mark.parametrize("lengths", [[4096], [1000, 128, 2000, 968], [133] * 30])
+def test_long_documents_hide_no_pair_by_a_mask(lengths: list[int]) -> None:
+    """Each document is one tile, so that no mask is made and no results are merged."""
+    tiles = tiles_of(*document_slots(lengths)[:1], 0, True, lambda *_: True, document_slots(lengths)[1])
+    assert [(tile.kind, tile.height) for tile in tiles] == [("causal", length) for length in lengths]
+
+
+def test_triangles_that_row_intervals_do_not_decide_stay_masked() -> None:
+    slots, ranges = document_slots([1024])
+    assert "causal" not in {tile.kind for tile in tiles_of(slots, 0, True, _undecided, ranges)}
 
 
 def listed(slots: list[SlotRow], kind: str) -> Tensor:

@@ -189,7 +189,7 @@ class CpuEngine:
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if use_flash:
             bias = flash.hide(visible, rows.dtype)
-            return flash.forward(rows, keys, values, bias, self.scale)
+            return flash.forward(rows, keys, values, bias, self.scale, tiles.kind == "causal")
         scores = self._scores(step, group, tiles, visible)
         return scores.forward(rows, keys, values, self.captures)
 
@@ -225,7 +225,8 @@ class CpuEngine:
         if out is not None:
             bias = flash.hide(visible, rows.dtype)
             outs = gather(out[group.heads], tiles.rows, tiles.height)
-            return flash.backward(rows, keys, values, outs, lses, douts, bias, self.scale)
+            is_causal = tiles.kind == "causal"
+            return flash.backward(rows, keys, values, outs, lses, douts, bias, self.scale, is_causal)
         scores = self._scores(step, group, tiles, visible)
         *grads, captured = scores.backward(rows, keys, values, douts, lses, deltas, self.captures)
         for buffer, grad in zip(self.grads, captured):
@@ -273,6 +274,10 @@ class _Sums:
         totals = self.acc[group.heads], self.m[group.heads, :, None], self.l[group.heads, :, None]
         lse = lse[..., None]
         acc, m, l = (gather(x, tiles.rows, tiles.height) for x in totals)
+        if bool((m == -torch.inf).all()):  # the first keys of these rows
+            for total, part in zip(totals, (out, lse, (lse != -torch.inf).to(lse.dtype))):
+                scatter(total, tiles.rows, part)
+            return
         if bool((lse > m + MAX_EXPONENT).any()):
             raised = torch.maximum(m, lse)
             factor = torch.where(m == -torch.inf, 0, torch.exp(m - raised))

@@ -13,12 +13,14 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return (out [n, H, height, D], lse [n, H, height]) of tiles; q, k and v have equal D.
 
-    bias: [n, 1 or H, height, width], added to the scores
+    bias: [n, 1 or H, height, width], added to the scores; causal: row i sees keys 0 to i
     """
-    out, lse = _forward(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     if bias is not None:
         empty = bias.amax(-1) == -torch.inf
         if bool(empty.any()):
@@ -28,14 +30,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, bias: Tensor | None,
-    scale: float,
+    scale: float, causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) of tiles. out: any rows whose dot products with dout are delta; lse: finite"""
     tiles, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     shared = tiles * kv_heads < min(torch.get_num_threads(), tiles * heads)
     if shared:  # torch's kernel runs one thread per head of k: expand k to use more threads
         k, v = (x[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(1, 2) for x in (k, v))
-    dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
+    dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
     if shared:
         dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.cpu.packing import Packing, row_index
-from tritoncp.cpu.tiles import PackedTile, Range, SlotRow, TileBatch, batches_of, slot_rows, tiles_of
+from tritoncp.cpu.tiles import (
+    KeyRanges,
+    PackedTile,
+    Range,
+    SlotRow,
+    TileBatch,
+    batches_of,
+    slot_rows,
+    tiles_of,
+)
 from tritoncp.mods.tracing import vmapped
 from tritoncp.planning.step_tables import Tables
 
@@ -79,8 +88,8 @@ class Step:
         return torch.tensor([tile.batch for tile in batch.tiles]) + self.first_row, heads, rows, keys
 
     def visible(self, group: HeadGroup, batch: TileBatch) -> Tensor | None:
-        """Return the visible pairs of tiles: bool [n, 1 or H, height, width]; None for all."""
-        if batch.kind == "full":
+        """Return the visible pairs of tiles: bool [n, 1 or H, height, width]; None if their kind tells."""
+        if batch.kind != "masked":
             return None
         count = len(batch.tiles)
         if count > 1 and self.window is not None and self._equally_far(batch):
@@ -121,6 +130,25 @@ class Step:
                     return False
         return True
 
+    def key_ranges(self, group: HeadGroup, b: int) -> KeyRanges | None:
+        """Return the keys that the window or intervals show to each row of a batch row; None without these,
+        or if packed keys are not in the order of their positions."""
+        top, bottom = self.q.edges[b][0], self.q.edges[b][-1]
+        first, last = self.kv.edges[b][0], self.kv.edges[b][-1]
+        rows, keys = self.q.positions[top:bottom], self.kv.positions[first:last]
+        if not bool((keys[1:] > keys[:-1]).all()):
+            return None
+        begin = end = None
+        if self.window is not None:
+            left, right = self.window
+            begin = torch.zeros_like(rows) if left is None else rows - left
+            end = torch.full_like(rows, torch.iinfo(rows.dtype).max) if right is None else rows + right + 1
+        elif group.lo is not None and group.hi is not None:
+            begin, end = group.lo[top:bottom].contiguous(), group.hi[top:bottom].contiguous()
+        if begin is None or end is None:
+            return None
+        return KeyRanges(top, *(first + torch.searchsorted(keys, bound) for bound in (begin, end)))
+
     def _equally_far(self, batch: TileBatch) -> bool:
         """Return whether key position minus row position is the same in all tiles."""
         distance = self.q.positions[batch.rows] - self.kv.positions[batch.cols]
@@ -144,7 +172,8 @@ def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) 
         for b in range(batch):
             ptr = _select_head(tables.row_ptr, b, head + step.first_head)
             slots = slot_rows(ptr, runs, step.q.edges[b], step.kv.edges[b])
-            tiles += tiles_of(slots, b, flash, partial(step.decides, group))
+            ranges = step.key_ranges(group, b) if flash else None
+            tiles += tiles_of(slots, b, flash, partial(step.decides, group), ranges)
         groups.append(replace(group, batches=tuple(batches_of(tiles))))
     return groups
 

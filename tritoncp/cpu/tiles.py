@@ -1,9 +1,11 @@
 """Tiles of the CPU engine: a step's blocks as rectangles of packed rows and keys, batched by equal shape.
 
-Full blocks are joined to large rectangles: the keys that all Q slots of a range see are one rectangle, if it
-saves more time than merging its results takes; then each half of the range is treated the same way. The
-blocks of a few neighbouring Q slots, for example of a window, become one masked tile (a band), if few of its
-pairs are hidden.
+Rows that each see one key more than the row before, as in causal documents, become a triangle, which torch's
+flash kernel computes without a mask, and a rectangle of the keys that all of them see. Other full blocks are
+joined to large rectangles: the keys that all Q slots of a range see are one rectangle, if it saves more time
+than merging its results takes; then each half of the range is treated the same way. The blocks of a few
+neighbouring Q slots, for example of a window, become one masked tile (a band), if few of its pairs are
+hidden.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from tritoncp.masks.runs.block_runs import Kind
 
+TRIANGLE_ROWS = 128  # min rows of a triangle; with fewer, bands take less time
 SHORT = 4  # max KV slots of a masked tile
 BAND_ROWS = 256  # rows of a band; with fewer, torch's kernel uses smaller products
 BAND_COLUMNS = 2048  # max columns of a band
@@ -31,10 +34,18 @@ Covers = Callable[[Sequence["SlotRow"], Range], bool]
 # (slots, keys) -> whether the window or intervals decide all their pairs
 
 
+class KeyRanges(NamedTuple):
+    """The packed keys [begin, end) that each packed row from ``first`` on sees, int64 [rows]."""
+
+    first: int
+    begin: Tensor
+    end: Tensor
+
+
 class PackedTile(NamedTuple):
     """A rectangle of packed rows [row, row + height) and packed keys [col, col + width) of one batch row.
 
-    kind: "full" or "masked"
+    kind: "full"; "causal": a square, in which row i sees keys 0 to i; or "masked"
     """
 
     kind: str
@@ -127,11 +138,15 @@ def slot_rows(
     return listed
 
 
-def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, covers: Covers) -> list[PackedTile]:
+def tiles_of(
+    slots: Sequence[SlotRow], batch: int, flash: bool, covers: Covers, ranges: KeyRanges | None = None
+) -> list[PackedTile]:
     """Make the tiles of the slots of a batch row: large tiles for the flash kernel, else tiles whose scores
-    fit in the cache."""
+    fit in the cache. ranges: the keys of each row, where ``covers`` may say that they decide all pairs"""
     tiles: list[PackedTile] = []
     if flash:
+        if ranges is not None:
+            slots = _take_triangles(slots, batch, covers, ranges, tiles)
         slots = _take_bands(slots, batch, covers, tiles)
     for slot in slots:
         tiles += [_tile("masked", batch, slot.rows, keys) for keys in slot.masked]
@@ -160,6 +175,34 @@ def batches_of(tiles: Sequence[PackedTile]) -> list[TileBatch]:
 
 def _tile(kind: str, batch: int, rows: Range, keys: Range) -> PackedTile:
     return PackedTile(kind, batch, rows[0], rows[1] - rows[0], keys[0], keys[1] - keys[0])
+
+
+def _take_triangles(
+    slots: Sequence[SlotRow], batch: int, covers: Covers, ranges: KeyRanges, tiles: list[PackedTile]
+) -> list[SlotRow]:
+    """Append triangles, and the keys before them, to ``tiles``; return the other rows of the slots."""
+    for rows, keys in _triangles(ranges):
+        parts = [slot._replace(rows=both) for slot in slots for both in _intersect([slot.rows], [rows])]
+        is_listed = sum(last - first for (first, last), *_ in parts) == rows[1] - rows[0]
+        if not is_listed or not covers(parts, keys):
+            continue
+        corner = keys[1] - (rows[1] - rows[0])
+        tiles.append(_tile("causal", batch, rows, (corner, keys[1])))
+        if keys[0] < corner:
+            tiles.append(_tile("full", batch, rows, (keys[0], corner)))
+        slots = [slot._replace(rows=rest) for slot in slots for rest in _subtract([slot.rows], rows)]
+    return list(slots)
+
+
+def _triangles(ranges: KeyRanges) -> Iterator[tuple[Range, Range]]:
+    """Yield (rows, keys of the last row) where at least TRIANGLE_ROWS rows each see one key more than the row
+    before."""
+    first, begin, end = ranges
+    grows = (begin[1:] == begin[:-1]) & (end[1:] == end[:-1] + 1) & (begin < end)[:-1]
+    cuts = [0, *((~grows).nonzero()[:, 0] + 1).tolist(), len(begin)]
+    for top, bottom in pairwise(cuts):
+        if bottom - top >= TRIANGLE_ROWS:
+            yield (first + top, first + bottom), (int(begin[top]), int(end[bottom - 1]))
 
 
 def _take_bands(
