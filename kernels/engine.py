@@ -71,6 +71,7 @@ class TritonEngine:
     first_head: int = 0
     launches: Any = field(default_factory=dict, repr=False)
     v_head_dim = None  # the head dim of values
+    selected = None  # the mask alone decides
 
     def __post_init__(self) -> None:
         check_options(self.options, self.arch)

@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from tritoncp.planning.packer import pack_stream as pack_stream
     from tritoncp.planning.plan import Plan as Plan
     from tritoncp.selection.selection import Selection as Selection
+    from tritoncp.selection.selection import SelectionAuxOutput as SelectionAuxOutput
+    from tritoncp.selection.selection import SelectionAuxRequest as SelectionAuxRequest
 
 
 def _find_kernels() -> None:
@@ -115,7 +117,7 @@ _WHERE = {
     "masks.varlen": ("varlen_mask",),
     "api.simulate": ("simulate",),
     "api.selected_keys": ("select_keys",),
-    "selection.selection": ("Selection",),
+    "selection.selection": ("Selection", "SelectionAuxOutput", "SelectionAuxRequest"),
 }
 _MODULE_OF = {name: f"tritoncp.{module}" for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)

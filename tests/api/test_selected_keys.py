@@ -37,6 +37,13 @@ def draw(count: int = 10, seed: int = 0, heads: int = 1) -> Tensor:
     return torch.randint(-1, S, (2, heads, S, count), generator=torch.Generator().manual_seed(seed)).int()
 
 
+def indexer(seed: int = 3) -> tuple[Tensor, ...]:
+    """Draw the queries, keys and weights of an indexer, whose scores are integers."""
+    g = torch.Generator().manual_seed(seed)
+    query, key = (torch.randint(-2, 3, (2, n, S, 4), generator=g).float() for n in (3, 1))
+    return query, key, torch.randint(0, 3, (2, 3, S), generator=g).float()
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, score: Any = None, sinks: Any = None) -> Any:
     chosen = Selection(indices).to_dense(S).repeat_interleave(4 // indices.shape[1], 1)
     return dense_attention(q, k, v, mask().to_dense(2, 4) & chosen, score, sinks=sinks)
@@ -69,7 +76,7 @@ def test_results_and_gradients_with_sinks_and_captures_are_those_of_dense_attent
     agree(grads(out, leaves), grads(want.out, leaves))
 
 
-@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch", "ulysses"])
 def test_ranks_compute_what_one_process_does(schedule: str) -> None:
     world, (q, k, v), indices = tritoncp.simulate(3), qkv(), draw()
     plan = world.make_plan(mask(), schedule=schedule)
@@ -82,9 +89,7 @@ def test_ranks_compute_what_one_process_does(schedule: str) -> None:
 
 
 def test_processes_choose_the_same_keys_and_compute_what_one_does() -> None:
-    g = torch.Generator().manual_seed(3)
-    index_query, index_key = (torch.randint(-2, 3, (2, n, S, 4), generator=g).float() for n in (3, 1))
-    weights = torch.randint(0, 3, (2, 3, S), generator=g).float()
+    index_query, index_key, weights = indexer()
     q, k, v = qkv()
     whole = select_keys(index_query, index_key, weights, top=9, block_mask=mask())
     want = flex_attention(q, k, v, mask(), enable_gqa=True, selected=whole)
@@ -104,6 +109,53 @@ def test_processes_choose_the_same_keys_and_compute_what_one_does() -> None:
         for indices, out in ranks.run(3, on_rank, placed):
             assert torch.equal(indices, whole.indices)
             agree([out], [want.detach()])
+
+
+def test_a_simulated_world_chooses_what_one_process_does() -> None:
+    index_query, index_key, weights = indexer()
+    want = select_keys(index_query, index_key, weights, top=9, block_mask=mask()).indices
+    world = tritoncp.simulate(3)
+    for block_mask in (mask(), world.make_plan(mask())):
+        shards = [world.shard(x, block_mask, dim=2) for x in (index_query, index_key, weights)]
+        chosen = world.select_keys(*shards, top=9, block_mask=block_mask)
+        assert torch.equal(world.unshard([one.indices for one in chosen], block_mask, dim=2), want)
+
+
+def test_the_choice_of_keys_is_part_of_a_graph() -> None:
+    """One compilation, in full, for all values; the gradient of the attention passes."""
+    compiled, plan = CompileCounterWithBackend("aot_eager"), make_plan(mask())
+
+    @torch.compile(fullgraph=True, backend=compiled)
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = select_keys(*tensors[3:], top=9, block_mask=plan)
+        return flex_attention(*tensors[:3], plan, enable_gqa=True, selected=chosen), chosen.indices
+
+    for seed in range(2):
+        tensors, index_tensors = qkv(seed), indexer(seed)
+        out, indices = attend(*tensors, *index_tensors)
+        assert torch.equal(indices, select_keys(*index_tensors, top=9, block_mask=plan).indices)
+        want = dense(*tensors, indices).out
+        agree([out], [want])
+        agree(grads(out, tensors), grads(want, tensors))
+    assert compiled.frame_count == 1
+
+
+def test_the_choice_and_the_attention_share_the_plan_of_a_mask() -> None:
+    tritoncp.plan_cache_clear()
+    index_query, index_key, weights = indexer()
+    own = mask()
+    for _ in range(2):
+        chosen = select_keys(index_query, index_key, weights, top=9, block_mask=own)
+        flex_attention(*qkv(), own, enable_gqa=True, selected=chosen)
+    assert tritoncp.plan_cache_info()[:2] == (3, 1)
+
+
+def test_autocast_does_not_change_the_choice() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, S, 16, generator=g)
+    want = select_keys(x, x, top=5, block_mask=mask()).indices
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(select_keys(x, x, top=5, block_mask=mask()).indices, want)
 
 
 def test_a_graph_serves_all_indices() -> None:
@@ -176,7 +228,7 @@ def test_work_is_proportional_to_the_selected_keys(monkeypatch: pytest.MonkeyPat
         ({"selected": draw()}, "pass tritoncp.Selection"),
         ({"selected": Selection(draw()[:, :, :5])}, "a row for each query of 96 local ones"),
         ({"selected": Selection(draw() + S)}, "the sequence has 96 keys, 0 to 95"),
-        ({"kernel_options": {"invariant": True}}, "invariant=True"),
+        ({"kernel_options": {"invariant": True}}, "invariant=True on the CPU engine"),
     ],
 )
 def test_a_wrong_argument_is_refused(change: dict[str, Any], message: str) -> None:
@@ -184,15 +236,6 @@ def test_a_wrong_argument_is_refused(change: dict[str, Any], message: str) -> No
     options = {"enable_gqa": True, "selected": Selection(draw())} | change
     with pytest.raises((TypeError, ValueError), match=message):
         flex_attention(q, k, v, mask(), **options)
-
-
-def test_ulysses_is_refused_with_its_remedy() -> None:
-    world = tritoncp.simulate(2)
-    plan = world.make_plan(mask(), schedule="ulysses")
-    shards = [world.shard(x, plan, dim=2) for x in qkv()]
-    chosen = [Selection(part) for part in world.shard(draw(), plan, dim=2, pad=-1)]
-    with pytest.raises(ValueError, match='pass schedule="allgather", "ring" or "fetch"'):
-        world.flex_attention(*shards, plan, enable_gqa=True, selected=chosen)
 
 
 @pytest.mark.parametrize(

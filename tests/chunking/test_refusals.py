@@ -166,7 +166,6 @@ REFUSED = {
         "tritoncp.forward.*traced at File .model.py.*exchanges keys between ranks.*repeat=True",
     ),
     "latent": (attend, with_call(sizes=(1, 8, 8)), "tritoncp.forward.*has expand="),
-    "selected keys": (attend, with_call(selected=(1, 1)), "tritoncp.forward.*has selected="),
     "capture": (
         attend_by(causal(), biased=True),
         with_call(wants=(0,)),

@@ -234,6 +234,8 @@ def test_calls_with_a_mistake_are_of_every_public_function() -> None:
     without_arguments = {
         "causal",
         "Selection",
+        "SelectionAuxOutput",
+        "SelectionAuxRequest",
         "plan_cache_clear",
         "plan_cache_info",
         "SAVE_OPS",

@@ -11,6 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_mask
 
 from tests.multiprocess import ranks
 from tritoncp import (
+    Selection,
+    SelectionAuxRequest,
     create_block_mask,
     document,
     flex_attention,
@@ -131,6 +133,52 @@ def test_dtensors_give_the_attention_of_the_whole_tensors(compiled):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-8, msg=str(way))
 
 
+def selections(group):
+    """Return out, probabilities and gradients of calls with selected keys, by the placement over the second
+    dimension of the mesh and the heads of the selection."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    plan, (q, k, v, *_, grad) = make_plan(mask(), mesh["cp"], balancer=None), tensors()
+    results = {}
+    for name, place in OVER_TP.items():
+        places = Shard(2), place
+        for count in (1, KV_HEADS):
+            is_single = place == Shard(1) and count == 1
+            chosen = Selection(spread(drawn(count), mesh, Shard(2), Replicate() if is_single else place))
+            leaves = [spread(x, mesh, *places) for x in (q, k, v)]
+            out, aux = flex_attention(
+                *leaves, plan, mesh=mesh["cp"], enable_gqa=True, selected=chosen,
+                return_aux=SelectionAuxRequest(probabilities=True),
+            )  # fmt: skip
+            assert out.placements == places and (Partial() in aux.probabilities.placements) == is_single
+            grads = torch.autograd.grad(out, leaves, spread(grad, mesh, *places))
+            results[name, count] = [x.full_tensor() for x in (out, aux.probabilities, *grads)]
+    return results
+
+
+def drawn(heads):
+    generator = torch.Generator().manual_seed(heads)
+    return torch.stack([torch.randperm(S, generator=generator)[:20] for _ in range(B * heads * S)]).view(
+        B, heads, S, 20
+    )
+
+
+def test_dtensors_select_keys_of_the_whole_sequence():
+    want = {}
+    for count in (1, KV_HEADS):
+        q, k, v, *_, grad = tensors()
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        chosen = Selection(drawn(count))
+        visible = mask().to_dense(B, HEADS) & chosen.to_dense(S).repeat_interleave(HEADS // count, 1)
+        out = dense_attention(*leaves, visible).out
+        identity = torch.eye(S, dtype=q.dtype).expand(B, KV_HEADS, S, S)
+        pairs = dense_attention(q, k, identity, visible).out.detach().unflatten(1, (count, -1)).sum(2)
+        want[count] = [out.detach(), pairs.gather(3, chosen.indices), *torch.autograd.grad(out, leaves, grad)]
+    for results in ranks.run(4, selections):
+        for (name, count), got in results.items():
+            for a, b in zip(got, want[count], strict=True):
+                torch.testing.assert_close(a.detach(), b, rtol=0, atol=1e-8, msg=f"{name}, {count}")
+
+
 def refusals(group):
     """Return each rank's errors of calls whose DTensors would need values of the whole tensors."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -161,6 +209,11 @@ def refusals(group):
 
     calls = {
         "a plain key": lambda: flex_attention(heads, plain, plain),
+        "indices beside plain tensors": attend_by(selected=Selection(spread(drawn(1), mesh, Shard(2)))),
+        "plain indices": lambda: flex_attention(heads, heads, heads, selected=Selection(drawn(1))),
+        "indices by heads": lambda: flex_attention(
+            heads, heads, heads, selected=Selection(spread(drawn(HEADS), mesh, Replicate()))
+        ),
         "a plain query": lambda: flex_attention(plain, heads, heads),
         "a key placed otherwise": lambda: flex_attention(heads, part, heads),
         "the head dimension": same(spread(plain, mesh, Shard(3))),

@@ -19,6 +19,7 @@ from tritoncp.distributed.schedules import schedule_of
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.mods.mod import arguments
 from tritoncp.planning.placement import take
+from tritoncp.planning.selected_rows import SelectedRows
 from tritoncp.reference.dense import dense_attention
 from tritoncp.selection.cpu_engine import SelectedCpuEngine
 from tritoncp.selection.selection import Selection
@@ -51,6 +52,11 @@ def draw(shape: tuple[int, ...], count: int, blocks: int, g: torch.Generator) ->
 CASES = [  # (engine, mask, block_size, query_block, heads of the selection, ranks, schedule)
     *itertools.product(["cpu"], MASKS, [1, 16], [1, 8], [1, 2, 4], [1], ["allgather"]),
     *itertools.product(["cpu"], MASKS, [1], [1, 8], [2], [3], ["allgather", "ring", "fetch"]),
+    *itertools.product(["cpu"], MASKS, [1], [1, 8], [1, 2, 4], [3], ["ulysses"]),
+    *itertools.product(["cpu"], MASKS, [16], [8], [1, 2], [6], ["ulysses", "ulysses+ring"]),
+    ("triton", "a mask_mod of b and h", 1, 1, 1, 3, "ulysses"),
+    ("triton", "causal", 1, 8, 1, 6, "ulysses+ring"),
+    ("triton", "causal", 16, 8, 2, 3, "ulysses"),
     ("triton", "causal", 1, 1, 1, 1, "allgather"),
     ("triton", "a mask_mod of b and h", 1, 1, 2, 1, "allgather"),
     ("triton", "a mask_mod of b and h", 16, 8, 1, 3, "ring"),
@@ -84,12 +90,13 @@ def test_attention_to_selected_keys_equals_dense_attention(
     engines = []
     for plan in plans:
         at = plan.positions
-        rows = -(-at.shape[1] // query_block)
-        chosen = Selection(draw((2, shares, rows), 6, -(-LENGTH // block_size), g), block_size, query_block)
+        count = -(-at.shape[1] // query_block)
+        chosen = Selection(draw((2, shares, count), 6, -(-LENGTH // block_size), g), block_size, query_block)
         dense = chosen.to_dense(LENGTH, at.shape[1])
         for b, places in enumerate(at.expand(2, -1)):
             shown[b, :, places[places >= 0]] = dense[b, :, places >= 0]
-        selected = chosen.unique(), VisiblePairs(mask, mask.mask_mod), 4, at
+        rows = SelectedRows(chosen.unique().indices, block_size, query_block, at, 4, 2, shares)
+        selected = rows, VisiblePairs(mask, mask.mask_mod)
         if kind == "cpu":
             engine = CpuEngine(8**-0.5, mask.mask_mod, lambda leaves: score, (), ())
             engines.append(SelectedCpuEngine(engine, *selected))

@@ -19,12 +19,13 @@ from tritoncp.call.check_arguments import check_call, check_mesh
 from tritoncp.call.plan_cache import find_plan
 from tritoncp.call.prepare import prepare
 from tritoncp.call.read import Arguments, sort_arguments
+from tritoncp.call.selected.probabilities import probabilities
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.host_copy import is_dtensor
 from tritoncp.distributed.groups import Mesh, place_in_group
 from tritoncp.graph import dispatch
 from tritoncp.graph.layouts import Uncapturable
-from tritoncp.selection.selection import Selection
+from tritoncp.selection.selection import Selection, SelectionAuxOutput, SelectionAuxRequest
 
 ScoreMod = Callable[..., Tensor] | MaskLike | None  # or a mask, as the fourth argument
 
@@ -68,11 +69,20 @@ def flex_attention(
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
     block_mask: MaskLike | Mesh = ..., scale: float | None = ..., enable_gqa: bool = ...,
-    return_lse: bool = ..., kernel_options: dict[str, Any] | None = ..., *,
-    return_aux: AuxRequest | None = ..., mesh: Mesh = ..., positions: Tensor | None = ...,
+    return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *,
+    return_aux: SelectionAuxRequest, mesh: Mesh = ..., positions: Tensor | None = ...,
     sinks: Tensor | None = ..., batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
-    selected: Selection | None = ...,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
+    selected: Selection,
+) -> tuple[Tensor, SelectionAuxOutput]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor | None, score_mod: ScoreMod = ...,
+    block_mask: MaskLike | Mesh = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: bool = ..., kernel_options: dict[str, Any] | None = ..., *,
+    return_aux: AuxRequest | SelectionAuxRequest | None = ..., mesh: Mesh = ...,
+    positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
+    expand: Sequence[Any] | None = ..., selected: Selection | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | SelectionAuxOutput]: ...  # fmt: skip
 @graph_entry
 @group_call
 def flex_attention(
@@ -86,14 +96,14 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
     *,
-    return_aux: AuxRequest | None = None,
+    return_aux: AuxRequest | SelectionAuxRequest | None = None,
     mesh: Mesh = None,
     positions: Tensor | None = None,
     sinks: Tensor | None = None,
     batch_offset: int | None = None,
     expand: Sequence[Any] | None = None,
     selected: Selection | None = None,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | SelectionAuxOutput]:
     """Flex attention over a sequence that is sharded over ``mesh``; on one device without a mesh.
 
     >>> import torch
@@ -133,7 +143,8 @@ def flex_attention(
             device: ``"PACK_GQA"``, True or False, and ``"SPLIT_KV"``, the number of CTAs, override this. With
             ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and explicit tile sizes, a query cut at a block boundary
             gives the bits of the whole one.
-        return_aux: torch's AuxRequest: lse, max_scores or both are returned too.
+        return_aux: torch's AuxRequest: lse, max_scores or both are returned too. With ``selected`` also a
+            :class:`tritoncp.SelectionAuxRequest`: lse, max_scores and the probabilities of the selected keys.
         mesh: DeviceMesh of one dimension or process group of the ranks that share the sequence; None: one
             device.
         positions: global positions [S_local] or [B, S_local] of the rows, to check that the shards are in the
@@ -152,7 +163,7 @@ def flex_attention(
             rotary channels are part of the latent, rotated beforehand. Not under Ulysses.
         selected: :class:`tritoncp.Selection`, keys that the model chose for each query: a pair is visible if
             the mask shows it and the key is selected. Work and memory are proportional to the number of
-            selected keys. Not under Ulysses.
+            selected keys.
 
     Returns:
         out [B, Hq, S_local, E] in the dtype of the query; with ``return_lse`` or ``return_aux`` also lse
@@ -180,12 +191,12 @@ def flex_attention(
         query, key, value, *sort_arguments(score_mod, block_mask, mesh), scale, enable_gqa, return_lse,
         kernel_options, return_aux, positions, sinks, batch_offset, expand, selected,
     )  # fmt: skip
-    results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+    results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | SelectionAuxOutput]
     if is_dtensor(query) or is_dtensor(key) or is_dtensor(value) or is_dtensor(sinks):
         from tritoncp.api import dtensors  # late: torch.distributed.tensor takes a second to import
 
         local = dtensors.localize(call)
-        results = dtensors.as_dtensors(local.results(run_call(local)), query)
+        results = dtensors.as_dtensors(local.results(run_call(local)), query, selected)
         return results
     results = call.results(run_call(call))
     return results
@@ -220,7 +231,11 @@ def _run_on_host(call: Arguments) -> list[Tensor]:
             return traced.attend_in_graph(call)
     call = check_call(call)
     plan = find_plan(call)
-    return attend([prepare(call, plan)], call[:3])
+    prepared = prepare(call, plan)
+    results = attend([prepared], call[:3])
+    if call.wants_probabilities:
+        results += probabilities([prepared], [call], [results[1]])
+    return results
 
 
 Substitute = Callable[[Arguments], list[Tensor]]

@@ -30,18 +30,24 @@ from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.planning.placement import Placement, take
 from tritoncp.planning.plan import Plan
+from tritoncp.selection.selection import Selection
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2  # dimensions of the query
 Part = tuple[int, int]  # (index of this rank's part of a dimension, number of parts)
 
 
-def as_dtensors(results: Any, like: Any) -> Any:
-    """Return results, in any container, as DTensors with the mesh and placements of ``like``."""
-    return tree_map_only(Tensor, functools.partial(_as_dtensor, like), results)
+def as_dtensors(results: Any, like: Any, selected: Selection | None = None) -> Any:
+    """Return results, in any container, as DTensors with the mesh and placements of ``like``. Probabilities
+    of ``selected`` keys that all heads share are sums over heads, partial where heads are sharded."""
+    summed = None
+    if selected is not None and selected.indices.shape[HEADS] == 1 and isinstance(results, tuple):
+        summed = getattr(results[1], "probabilities", None)
+    return tree_map_only(Tensor, lambda x: _as_dtensor(like, x, x is summed), results)
 
 
-def _as_dtensor(like: Any, x: Tensor) -> Tensor:
-    return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False)
+def _as_dtensor(like: Any, x: Tensor, is_summed: bool = False) -> Tensor:
+    places = [Partial() if is_summed and place == Shard(HEADS) else place for place in like.placements]
+    return DTensor.from_local(x, like.device_mesh, places, run_check=False)
 
 
 def localize(call: Arguments) -> Arguments:
@@ -50,8 +56,6 @@ def localize(call: Arguments) -> Arguments:
     Raises TypeError for plain tensors beside DTensors, ValueError for placements whose parts need each other.
     """
     query, key, value, score_mod, block_mask, mesh = call[:6]
-    if call.selected is not None:
-        raise TypeError("selected= with DTensors: pass the local part of each tensor, x.to_local()")
     if call.expand is not None or not all(map(is_dtensor, (query, key, value))):
         raise TypeError(
             "query, key, value or sinks are DTensors, others plain tensors or None: pass DTensors over one "
@@ -78,6 +82,8 @@ def localize(call: Arguments) -> Arguments:
         call = call._replace(batch_offset=first + (call.batch_offset or 0))
     if call.sinks is not None:
         call = call._replace(sinks=_local_sinks(call.sinks, query, heads[1] > 1))
+    if call.selected is not None:
+        call = call._replace(selected=_local_selection(call.selected, query))
     q, k, v = local
     return call._replace(query=q, key=k, value=v, score_mod=score_mod, block_mask=block_mask)
 
@@ -165,6 +171,28 @@ def _local_sinks(sinks: Any, query: Any, by_heads: bool) -> Tensor:
         of_gradient.append(Shard(0) if by_head else Replicate() if placement == Replicate() else Partial())
     local: Tensor = sinks.redistribute(placements=places).to_local(grad_placements=of_gradient)
     return local
+
+
+def _local_selection(selected: Selection, query: Any) -> Selection:
+    """Return the selection of the local part of a query: its indices are placed as the query, and replicated
+    where they have a single batch row or head."""
+    if not isinstance(selected, Selection):
+        return selected  # which the call refuses
+    indices: Any = selected.indices
+    needed = [
+        Replicate() if place in (Shard(BATCH), Shard(HEADS)) and indices.shape[place.dim] == 1 else place
+        for place in query.placements
+    ]
+    if not is_dtensor(indices) or indices.device_mesh != query.device_mesh or [*indices.placements] != needed:
+        placed = f"placed {indices.placements}" if is_dtensor(indices) else "a plain tensor"
+        raise TypeError(
+            f"selected: indices are {placed}, and query, key and value DTensors over {query.device_mesh}, "
+            f"for which {needed} is needed: pass Selection(distribute_tensor(indices, mesh, placements))"
+        )
+    local = indices.to_local()
+    counts = [part_of_rank(query.device_mesh, needed, dim)[1] for dim in (BATCH, HEADS, SEQUENCE)]
+    _check_even("selected.indices", indices, local, counts)
+    return selected._replace(indices=local)
 
 
 def mask_of_heads(mask: Any, first: int, count: int) -> Any:

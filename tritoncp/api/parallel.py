@@ -13,17 +13,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, run_inner_attention
 from tritoncp.api.plans import MaskLike
+from tritoncp.api.selected_keys import select_keys_op
 from tritoncp.call import traced
 from tritoncp.call.autograd import forward_op
 from tritoncp.call.key_exchange import send_keys_op
+from tritoncp.call.selected.probabilities import probabilities_op
 from tritoncp.core.suggestions import advice
 from tritoncp.graph import handle_ops
 from tritoncp.graph.reshard import reshard_op
 from tritoncp.graph.roll import roll_op
 
 SAVE_OPS = (
-    forward_op, traced.plan_op, handle_ops.part_op, handle_ops.batch_rows_op, send_keys_op, reshard_op,
-    roll_op,
+    forward_op, probabilities_op, traced.plan_op, handle_ops.part_op, handle_ops.batch_rows_op, send_keys_op,
+    reshard_op, roll_op, select_keys_op,
 )  # fmt: skip
 
 

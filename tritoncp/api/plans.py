@@ -90,7 +90,8 @@ def make_plan(
         rank: this rank, without a mesh; None: 0.
         layer: sizes of the layer for which "auto" predicts, as for :meth:`Plan.explain`, with ``latent`` for
             a layer that calls :func:`flex_attention` with ``expand``; None: 32 query heads, 8 KV heads, head
-            dim 128.
+            dim 128. With ``selected``, the number of keys that a query selects at run time, balancers too
+            count at most so many of its visible keys.
 
     Returns:
         This rank's :class:`Plan`; for a dict of masks, a dict of plans.

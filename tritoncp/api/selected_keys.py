@@ -7,22 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.api.group_call import group_call
+from tritoncp.api.group_call import group_call, stop_traced_call
 from tritoncp.api.plans import MaskLike
-from tritoncp.api.reshard import unshard
-from tritoncp.api.shards import placement_of
+from tritoncp.call import plan_cache, traced
 from tritoncp.call.check_arguments import check_mesh
+from tritoncp.call.read import ShardSizes
+from tritoncp.call.selected.engines import pairs_of
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
+from tritoncp.core.handles import handle_of, object_of
+from tritoncp.core.host_copy import refuse_dtensor
+from tritoncp.distributed import failures, groups
 from tritoncp.distributed.groups import Mesh, place_in_group
+from tritoncp.graph import dispatch
+from tritoncp.graph.dispatch import call_op, register_op
+from tritoncp.graph.layouts import Uncapturable
+from tritoncp.graph.reshard import Reshard
+from tritoncp.graph.row_moves import move_rows
 from tritoncp.masks.closed_forms import as_int
-from tritoncp.masks.from_torch import from_block_mask
-from tritoncp.masks.mask import Mask, create_block_mask, full_mask
-from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
+from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.plan import Plan
 from tritoncp.selection.choice import ACTIVATIONS, POOLS, KeyChoice, choose
 from tritoncp.selection.selection import Selection, check_sizes
-from tritoncp.selection.visible import VisiblePairs
 
 
 @graph_entry
@@ -84,47 +90,94 @@ def select_keys(
         ValueError: shapes, mask and options do not fit each other, or more keys are always chosen than
             ``top``.
     """
-    choice = _checked(top, block_size, activation, pool, own, first, last)
-    _check_tensors(query, key, weights)
-    return _select(query, key, weights, choice, plain_mask(block_mask), mesh)
+    choice = checked_choice(top, block_size, activation, pool, own, first, last)
+    check_index_tensors(query, key, weights)
+    world = place_in_group(mesh)[0]
+    check_mesh(mesh, block_mask)
+    query, key = query.detach(), key.detach()
+    arguments = query, key, None if weights is None else weights.detach(), block_mask, choice, world
+    if torch.compiler.is_dynamo_compiling():
+        try:
+            return Selection(_choose_in_graph(*arguments), block_size)
+        except Uncapturable as error:
+            reason = error.args[0]
+            stop_traced_call(world, "a graph break")
+        torch._dynamo.graph_break(msg=reason)
+    return Selection(_choose_on_host(*arguments), block_size)
 
 
 @host_only
-def _select(
-    query: Tensor, key: Tensor, weights: Tensor | None, choice: KeyChoice, block_mask: Any, mesh: Any
-) -> Selection:
-    """Gather the keys, and choose."""
-    place = place_in_group(mesh)
-    check_mesh(mesh, block_mask)
-    key = key.detach()
-    if isinstance(block_mask, Plan):
-        block_mask.check_sources()
-        whole = unshard(key, block_mask, mesh, dim=2, side="kv")
-        mask, first_row, at = block_mask.mask, block_mask.first_row, block_mask.positions
-    else:
-        whole = unshard(key, None if isinstance(block_mask, MaskMod) else block_mask, mesh, dim=2, side="kv")
-        mask, first_row = _mask_of(block_mask, whole.shape[2]), 0
-        placement, rank = placement_of(query, mask, place, 2, "q")
-        at = placement.positions(rank)
-    if at.shape[1] != query.shape[2]:
-        raise ValueError(f"query has {query.shape[2]} rows; the shard has {at.shape[1]}")
-    mod = mask.mask_mod
-    pairs = VisiblePairs(mask, mod, first_row, query.device)
-    with torch.no_grad():
-        chosen = choose(query.detach(), whole, weights, choice, pairs, at.to(query.device))
-    return Selection(chosen, choice.block_size)
+def _choose_on_host(
+    query: Tensor, key: Tensor, weights: Tensor | None, block_mask: Any, choice: KeyChoice, world: str
+) -> Tensor:
+    """Choose outside of a graph that Dynamo traces."""
+    if dispatch.is_traced(query):
+        with dispatch.fake_mode_of(query):
+            return _choose_in_graph(query, key, weights, block_mask, choice, world)
+    group = groups.group_by_name(world) if world else None
+    sizes = ShardSizes.of(query, key)
+    plan = plan_cache.plan_for(plain_mask(block_mask), sizes, group, ("select_keys", sizes, world))
+    if dispatch.needs_dispatcher([query, key]):
+        chosen: Tensor = call_op(select_keys_op, query, key, weights, handle_of(plan), *choice, world)
+        return chosen
+    return _gather_and_choose(query, key, weights, plan, choice, world)
 
 
-def _mask_of(block_mask: Any, length: int) -> Mask:
-    """Return a mask over a sequence of ``length`` tokens."""
-    if block_mask is None:
-        return full_mask(length, length)
-    if isinstance(block_mask, MaskMod):
-        return create_block_mask(block_mask, None, None, length, length)
-    return block_mask if isinstance(block_mask, Mask) else from_block_mask(block_mask)
+def _choose_in_graph(
+    query: Tensor, key: Tensor, weights: Tensor | None, block_mask: Any, choice: KeyChoice, world: str
+) -> Tensor:
+    """Trace the choice into the graph. Raises Uncapturable for a mask that cannot be part of a graph."""
+    plan = traced.find_in_graph(block_mask, ShardSizes.of(query, key), world)
+    (weights,) = dispatch.as_inputs([weights])
+    chosen: Tensor = select_keys_op(query, key, weights, plan, *choice, world)
+    return chosen
 
 
-def _checked(
+def _gather_and_choose(
+    query: Tensor, key: Tensor, weights: Tensor | None, plan: Plan, choice: KeyChoice, world: str
+) -> Tensor:
+    """Gather the keys of all ranks, and choose for this rank's queries."""
+    whole, handle = key, plan.pinned().handle
+    call = Reshard(handle, None, "kv", 2, 0, plan.kv.length, 0, world, "target", "slice")
+    (whole,) = move_rows(call, [key])
+    return choose_for_rank(query, whole, weights, choice, plan)
+
+
+def choose_for_rank(
+    query: Tensor, whole: Tensor, weights: Tensor | None, choice: KeyChoice, plan: Plan
+) -> Tensor:
+    """Return the chosen keys of the queries of a plan's rank: int32 [B, Hs, S_local, top]. whole: the keys of
+    the sequence"""
+    with fresh_dispatch():  # also without autocast, so that ranks compute equal scores
+        pairs = pairs_of(plan, query)
+        return choose(query, whole, weights, choice, pairs, plan.positions_on(query.device))
+
+
+def _op_body(
+    query: Tensor, key: Tensor, weights: Tensor | None, plan: Tensor, *choice_and_world: Any
+) -> Tensor:
+    *choice, world = choice_and_world
+    with failures.closing(groups.group_by_name(world) if world else None):
+        found = object_of(plan)
+        found.check_sources()
+        return _gather_and_choose(query, key, weights, found, KeyChoice(*choice), world)
+
+
+def _op_fake(
+    query: Tensor, key: Tensor, weights: Tensor | None, plan: Tensor, top: int, *rest: Any
+) -> Tensor:
+    batch, heads, rows, _ = query.shape
+    return query.new_empty(batch, heads if weights is None else 1, rows, top, dtype=torch.int32)
+
+
+SCHEMA = (
+    "(Tensor query, Tensor key, Tensor? weights, Tensor plan, SymInt top, int block_size, str activation, "
+    "str pool, bool own, int first, int last, str world) -> Tensor"
+)
+select_keys_op = register_op("select_keys", _op_body, _op_fake, schema=SCHEMA, caller="select_keys")
+
+
+def checked_choice(
     top: Any, block_size: Any, activation: Any, pool: Any, own: Any, first: Any, last: Any
 ) -> KeyChoice:
     """Return what to choose, after checks."""
@@ -143,13 +196,14 @@ def _checked(
     return KeyChoice(top, block_size, activation, pool, own, first, last)
 
 
-def _check_tensors(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
+def check_index_tensors(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
     for name, x in (("query", query), ("key", key), ("weights", weights)):
         if x is None and name == "weights":
             continue
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"select_keys: {name} is {kind}; a tensor of floats is needed")
+        refuse_dtensor(x, f"select_keys: {name}", "pass its local part, x.to_local()")
         if x.device != query.device:
             raise ValueError(f"select_keys: {name} is on {x.device}, query on {query.device}: move it there")
     if query.ndim != 4 or key.ndim != 4 or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:

@@ -22,6 +22,7 @@ from tritoncp.api.attention import (
     flex_attention,
 )
 from tritoncp.api.plans import MaskLike
+from tritoncp.api.selected_keys import check_index_tensors, checked_choice, choose_for_rank
 from tritoncp.api.trees import TreeEdges
 from tritoncp.call import autograd, check_shards, plan_cache
 from tritoncp.call.check_arguments import check_arguments, shared_batch
@@ -30,6 +31,7 @@ from tritoncp.call.mask_source import Sources
 from tritoncp.call.op_arguments import OpArguments
 from tritoncp.call.prepare import prepare, selected_keys
 from tritoncp.call.read import Arguments, ShardSizes, sort_arguments
+from tritoncp.call.selected.probabilities import probabilities
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.suggestions import unexpected_keyword
 from tritoncp.graph import dispatch
@@ -39,7 +41,7 @@ from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.placement import as_movable, lengthen, take
 from tritoncp.planning.plan import Plan
-from tritoncp.selection.selection import Selection
+from tritoncp.selection.selection import Selection, SelectionAuxRequest
 
 Shards = Sequence[Tensor]
 
@@ -54,10 +56,12 @@ class WorldOptions(KeywordOptions, total=False):
 
 
 class RankAux(NamedTuple):
-    """torch's AuxOutput for a simulated world: each field is a list of tensors by rank, or None."""
+    """torch's AuxOutput, or SelectionAuxOutput, for a simulated world: each field is a list of tensors by
+    rank, or None."""
 
     lse: list[Tensor] | None
     max_scores: list[Tensor] | None
+    probabilities: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,29 @@ class World:
             trees.tree_edges(plan.for_rank(rank), tree, tokens, weights) for rank in range(self.world_size)
         ]
 
+    @host_only
+    def select_keys(
+        self, queries: Shards, keys: Shards, weights: Shards | None = None, *, top: int, block_size: int = 1,
+        block_mask: MaskLike | None = None, activation: str = "relu", pool: str = "mean",
+        own: bool | None = None, first: int = 0, last: int = 0,
+    ) -> list[Selection]:  # fmt: skip
+        """Run :func:`tritoncp.select_keys` on all ranks: arguments and results are lists of shards."""
+        choice = checked_choice(top, block_size, activation, pool, own, first, last)
+        sides = queries, keys, [None] * self.world_size if weights is None else weights
+        for xs in sides:
+            self._count(xs)
+        for one in zip(*sides, strict=True):
+            check_index_tensors(*one)
+        passed = [Arguments(query, key, key) for query, key in zip(queries, keys, strict=True)]
+        plan = self._shared_plan(self._checked(block_mask), passed)
+        whole = self.unshard([key.detach() for key in keys], plan, dim=2, side="kv")
+        chosen = []
+        for rank, (query, _, own_weights) in enumerate(zip(*sides, strict=True)):
+            own_weights = None if own_weights is None else own_weights.detach()
+            part = choose_for_rank(query.detach(), whole, own_weights, choice, plan.for_rank(rank))
+            chosen.append(Selection(part, block_size))
+        return chosen
+
     @overload
     def flex_attention(
         self, queries: Shards, keys: Shards, values: Shards | None, score_mod: ScoreMod = ...,
@@ -176,7 +203,8 @@ class World:
     @overload
     def flex_attention(
         self, queries: Shards, keys: Shards, values: Shards | None, score_mod: ScoreMod = ...,
-        block_mask: MaskLike | None = ..., *, return_aux: AuxRequest, **options: Unpack[WorldOptions],
+        block_mask: MaskLike | None = ..., *,
+        return_aux: AuxRequest | SelectionAuxRequest, **options: Unpack[WorldOptions],
     ) -> tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @overload
     def flex_attention(
@@ -255,6 +283,9 @@ class World:
             flat = autograd.attend(calls, [x for shard in shards for x in shard])
             width = len(flat) // self.world_size
             parts = [flat[i : i + width] for i in range(0, len(flat), width)]
+            if first.wants_probabilities:
+                found = probabilities(calls, passed, [lse for _, lse, *_ in parts])
+                parts = [[*part, x] for part, x in zip(parts, found, strict=True)]
         results = [first.results(one) for one in parts]
         if first.return_aux is not None:
             outs, fields = [out for out, _ in results], zip(*[aux for _, aux in results])

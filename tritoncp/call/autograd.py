@@ -121,7 +121,7 @@ def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
     return grad.to(x.dtype)
 
 
-def _drive(
+def drive(
     calls: Sequence[Call], passes: Sequence[Requests[Any]], x: Tensor, direction: str = ""
 ) -> list[Any]:
     """Run the pass of one rank, or in lockstep the passes of all ranks of a simulated world, on the device of
@@ -145,7 +145,7 @@ def forward_pass(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Tenso
         passes = [forward_schedule(calls[0], *tensors)]
     else:
         passes = [forward_schedule(call, *tensors[3 * i : 3 * i + 3]) for i, call in enumerate(calls)]
-    return [x for results in _drive(calls, passes, tensors[0]) for x in results if x is not None]
+    return [x for results in drive(calls, passes, tensors[0]) for x in results if x is not None]
 
 
 def backward_pass(calls: Sequence[Call], inputs: Sequence[BackwardInputs]) -> list[Tensor]:
@@ -155,7 +155,7 @@ def backward_pass(calls: Sequence[Call], inputs: Sequence[BackwardInputs]) -> li
     consistency.compare_kind(calls[0].group, "a backward pass")
     sums = gradient_buffers(calls[0], inputs[0].lse)
     passes = [backward_schedule(call, one, sums) for call, one in zip(calls, inputs, strict=True)]
-    grads = _drive(calls, passes, inputs[0].lse, "backward ")
+    grads = drive(calls, passes, inputs[0].lse, "backward ")
     return [x for part in grads for x in part] + sum_gradients(calls[0], sums)
 
 

@@ -164,3 +164,13 @@ def _pack_bits(visible: Tensor) -> Tensor:
     """Pack bool [n, q_block, kv_block] into uint8 [n, q_block, ceil(kv_block / 8)], lowest bit first."""
     visible = torch.nn.functional.pad(visible, (0, -visible.shape[2] % 8)).unflatten(2, (-1, 8))
     return (visible * (1 << torch.arange(8, dtype=torch.uint8))).sum(3, dtype=torch.uint8)
+
+
+def check_torch_form(mod: Mod | None) -> Mod | None:
+    """Return the mod; raise ValueError if it is a hand-written Triton function, which torch cannot call."""
+    if mod is not None and mod.graph is None:
+        raise ValueError(
+            "mask_mod or score_mod is a hand-written @triton.jit function, which the CPU engine cannot call: "
+            "run on a GPU, or with TRITON_INTERPRET=1"
+        )
+    return mod

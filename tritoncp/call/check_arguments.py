@@ -20,6 +20,7 @@ from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.host_copy import refuse_dtensor
 from tritoncp.distributed import groups
 from tritoncp.planning.plan import Plan
+from tritoncp.selection.selection import SelectionAuxRequest
 
 MAX_HEAD_DIM = 256
 MAX_CHECKED_CALLS = 1024
@@ -55,7 +56,7 @@ def check_arguments(call: Arguments) -> Arguments:
     if call.expand is not None:
         expansion = expansion_of(*call[:3], call.expand, call.enable_gqa)
         call = call._replace(expand=expansion, value=call.key.detach()[..., :0])
-    check_aux(call.return_lse, call.return_aux)
+    check_aux(call.return_lse, call.return_aux, call.selected)
     if call.expand is None:
         check_tensors(*call[:3], call.enable_gqa)
     check_sinks(call.query, call.sinks)
@@ -77,7 +78,13 @@ def call_key(call: Arguments, group: Any) -> Any:
         if not isinstance(sinks, Tensor):
             return None
         logits = sinks.shape, sinks.dtype, sinks.device
-    flags = bool(call.enable_gqa), bool(call.return_lse), type(call.return_aux)
+    wants = call.return_aux is not None and call.wants_probabilities
+    flags = (
+        bool(call.enable_gqa),
+        bool(call.return_lse),
+        type(call.return_aux),
+        wants and call.selected is None,
+    )
     ranks = group and weakref.ref(group)
     return _facts(q), _facts(k), _facts(v), logits, ranks, flags, call.batch_offset
 
@@ -235,9 +242,16 @@ def check_scale(scale: Any) -> None:
         )
 
 
-def check_aux(return_lse: bool, return_aux: Any) -> None:
-    """Raise for a return_aux that is not an AuxRequest, or that is passed with return_lse."""
-    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+def check_aux(return_lse: bool, return_aux: Any, selected: Any = None) -> None:
+    """Raise for a return_aux that is not an AuxRequest, or that is passed with return_lse, and for one of
+    selected keys without any."""
+    if isinstance(return_aux, SelectionAuxRequest):
+        if return_aux.probabilities and selected is None:
+            raise ValueError(
+                "return_aux=SelectionAuxRequest(probabilities=True) without selected=, whose keys the "
+                "probabilities are of: pass selected=Selection(indices)"
+            )
+    elif return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(
             f"return_aux is a {type(return_aux).__name__}; pass torch.nn.attention.flex_attention's "
             "AuxRequest, for example return_aux=AuxRequest(lse=True)"

@@ -15,6 +15,7 @@ from torch import Tensor
 from tritoncp.call import call_mods
 from tritoncp.call.expand import ExpandingEngine
 from tritoncp.call.facts import Call, EngineKey, Facts
+from tritoncp.call.selected.engines import look_up, selected_rows
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.environment import cpu_target, executed_target
 from tritoncp.core.log_lines import area_logger, log_decision
@@ -31,7 +32,6 @@ from tritoncp.mods.tracing import OwnGradient, WideGradients
 from tritoncp.planning.derived import PlanCache
 from tritoncp.planning.step_tables import Engine
 from tritoncp.selection.cpu_engine import SelectedCpuEngine
-from tritoncp.selection.visible import VisiblePairs
 
 if TYPE_CHECKING:
     from tritoncp.kernels.engine import TritonEngine  # late: it imports all kernels
@@ -42,13 +42,10 @@ engine_log, cache_log = area_logger("engine"), area_logger("cache")
 MAX_ENGINES = 256  # max engines of one plan
 MAX_LAUNCHES = 1024  # max launches of one engine, by kernel, tables, first head and flags
 MAX_STEPS = 256  # max steps of the CPU engine, for one plan
-MAX_LOOK_UPS = 16  # max look-ups of visible pairs, for one plan
 # Of each plan: engines without the captures of the score_mod, each with its mask_mod on the device; steps of
-# the CPU engine, by tables, shapes, first row and head; look-ups for selected keys, by first row, device and
-# mask_mod.
+# the CPU engine, by tables, shapes, first row and head.
 ENGINES: PlanCache[BoundedCache[EngineKey, KeptEngine]] = PlanCache(lambda: BoundedCache(MAX_ENGINES))
 _CPU_STEPS: PlanCache[BoundedCache[Any, Any]] = PlanCache(lambda: BoundedCache(MAX_STEPS))
-_VISIBLE_PAIRS: PlanCache[BoundedCache[Any, VisiblePairs]] = PlanCache(lambda: BoundedCache(MAX_LOOK_UPS))
 
 
 CPU_ENGINE_LINE = (
@@ -87,7 +84,7 @@ def engine_of(
     warn_left_out(call.options)
     plan, score, device = call.plan, call.score, q.device
     if not q.is_cuda and not uses_triton(device):
-        return _cpu_engine_of(call, q, grads)
+        return _cpu_engine_of(call, q, k, grads)
     warn_untested("torch", "triton")
     tensors, numbers = call.score_tensors, ()
     if score is not None:
@@ -115,22 +112,10 @@ def engine_of(
         return engine
     from tritoncp.selection.triton_engine import SelectedTritonEngine  # late: it imports the kernels
 
-    return SelectedTritonEngine(engine, call.selected, _pairs(call, mask_mod, q), *_rows(call, q))
+    return SelectedTritonEngine(engine, selected_rows(call, q, k), look_up(plan, mask_mod, device))
 
 
-def _pairs(call: Call, mask_mod: Mod | None, q: Tensor) -> VisiblePairs:
-    """Return the look-up of the pairs that a call's mask shows, made once for a plan and device."""
-    kept, key = _VISIBLE_PAIRS.of(call.plan.derived), (call.plan.first_row, q.device, mask_mod)
-    made = VisiblePairs(call.plan.mask, _check_torch_form(mask_mod), call.plan.first_row, q.device)
-    return kept.get(key) or kept.put(key, made)
-
-
-def _rows(call: Call, q: Tensor) -> tuple[int, Tensor]:
-    """Return the number of query heads, and the positions of the rows."""
-    return q.shape[1], call.plan.positions
-
-
-def _cpu_engine_of(call: Call, q: Tensor, grads: Sequence[Tensor]) -> Engine:
+def _cpu_engine_of(call: Call, q: Tensor, k: Tensor, grads: Sequence[Tensor]) -> Engine:
     """Return the CPU engine for one pass of a call."""
     warn_untested("torch")
     if call.is_invariant:
@@ -142,7 +127,7 @@ def _cpu_engine_of(call: Call, q: Tensor, grads: Sequence[Tensor]) -> Engine:
     on_device = None if mask is None else mask.on_current_stream()
     engine = cpu_engine(call, on_device, q.dtype, grads)
     if call.selected is not None:
-        return SelectedCpuEngine(engine, call.selected, _pairs(call, on_device, q), *_rows(call, q))
+        return SelectedCpuEngine(engine, selected_rows(call, q, k), look_up(call.plan, on_device, q.device))
     return engine
 
 
@@ -190,10 +175,10 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     float32 or float64."""
     if engine_log.isEnabledFor(logging.INFO):
         log_decision(engine_log, CPU_ENGINE_LINE)
-    plan, score = call.plan, _check_torch_form(call.score)
+    plan, score = call.plan, call_mods.check_torch_form(call.score)
     settings: dict[str, Any] = {"first_row": plan.first_row, "steps": _CPU_STEPS.of(plan.derived)}
     if score is None:
-        return CpuEngine(call.scale, _check_torch_form(mask), **settings)
+        return CpuEngine(call.scale, call_mods.check_torch_form(mask), **settings)
     captures = call.score_tensors
     wide, targets = torch.promote_types(dtype, torch.float32), [captures[i] for i in score.wants]
     graph: Any = score.graph
@@ -219,17 +204,7 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
         pull = back.forward
         return partial(OwnGradient.apply, lambda *x: run(*x, *constants), lambda *x: pull(*x, *constants))
 
-    return CpuEngine(call.scale, _check_torch_form(mask), bind, targets, grads, **settings)
-
-
-def _check_torch_form(mod: Mod | None) -> Mod | None:
-    """Return the mod; raise ValueError if it is a hand-written Triton function, which torch cannot call."""
-    if mod is not None and mod.graph is None:
-        raise ValueError(
-            "mask_mod or score_mod is a hand-written @triton.jit function, which the CPU engine cannot call: "
-            "run on a GPU, or with TRITON_INTERPRET=1"
-        )
-    return mod
+    return CpuEngine(call.scale, call_mods.check_torch_form(mask), bind, targets, grads, **settings)
 
 
 def kernel_mods(
@@ -293,11 +268,21 @@ def name_functions() -> None:
     constants of its callees only if these were hashed before (triton 3.7.1, in
     ``DependenciesFinder._update_hash``).
     """
-    from tritoncp.kernels import backward, forward, scores, selected, tile_runs, tiles
+    from tritoncp.kernels import (
+        backward,
+        forward,
+        scores,
+        selected,
+        selected_probabilities,
+        tile_runs,
+        tiles,
+    )
     from tritoncp.kernels.routes import forward_gluon
     from tritoncp.mods.translate import triton_helpers
 
-    modules = tiles, tile_runs, scores, triton_helpers, forward, backward, selected
+    modules = (
+        tiles, tile_runs, scores, triton_helpers, forward, backward, selected, selected_probabilities
+    )  # fmt: skip
     for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon has no interpreter
         for function in vars(module).values():
             if getattr(function, "__module__", "") == module.__name__:

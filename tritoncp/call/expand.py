@@ -24,6 +24,7 @@ from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.mods.user_code import origin
 from tritoncp.planning.costs.layer import check_latent
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.selected_rows import SelectedRows
 from tritoncp.planning.step_tables import BackwardStep, Engine, ForwardStep, PreparedStep, Tables
 
 
@@ -209,6 +210,10 @@ class ExpandingEngine:
     @property
     def fused(self) -> bool:
         return self.base.fused
+
+    @property
+    def selected(self) -> SelectedRows | None:
+        return self.base.selected
 
     def from_head(self, first: int) -> Engine:
         raise ValueError("a schedule cut the heads of a latent, which is expanded for all heads at once")

@@ -41,7 +41,7 @@ class Facts(NamedTuple):
     plan:    :func:`plan_structure`, with the global lengths
     score:   :func:`structure_of_score`
     expand:  :func:`structure_of_expansion`, or None
-    selected: (heads, keys of a row, block_size, query_block) of the selected keys, or None
+    selected: (batch rows, heads, keys of a row, block_size, query_block) of the selected keys, or None
     options: kernel options, sorted by name
     returns: names of the results besides out
 
@@ -227,8 +227,11 @@ class EngineKey(NamedTuple):
 def _selected_text(structure: tuple[int, ...] | None) -> str:
     if structure is None:
         return "no selected keys"
-    heads, count, block_size, query_block = structure
-    return f"{count} selected keys of {heads} heads, block_size {block_size}, query_block {query_block}"
+    batch, heads, count, block_size, query_block = structure
+    return (
+        f"{count} selected keys of {heads} heads and {batch} batch rows, block_size {block_size}, "
+        f"query_block {query_block}"
+    )
 
 
 def structure_of_score(score: Mod | None) -> tuple[Any, ...] | None:

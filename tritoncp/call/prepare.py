@@ -31,7 +31,7 @@ from tritoncp.mods import Mod
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.mods.user_code import describe, origin
 from tritoncp.planning.plan import Plan
-from tritoncp.selection.selection import Selection, check_indices, check_plan, check_selection
+from tritoncp.selection.selection import Selection, check_indices, check_selection
 
 MAX_SIGNATURES = 1024  # max signatures and plans per group
 MAX_SCALES = 16  # max values of scale that are compared per signature
@@ -67,7 +67,6 @@ def selected_keys(arguments: Arguments, plan: Plan) -> Selection:
     selected, expand = arguments.selected, arguments.expand
     check_selection(selected, arguments.query, arguments.key.shape[1] if expand is None else expand.sizes[0])
     check_indices(selected, plan.mask.kv_len)
-    check_plan(plan, arguments.kernel_options or {})
     return selected.unique()
 
 

@@ -19,6 +19,7 @@ from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.planning.plan import Plan
+from tritoncp.selection.selection import SelectionAuxOutput, SelectionAuxRequest
 
 MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
 
@@ -40,7 +41,7 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
     return_lse: bool = False
     kernel_options: dict[str, Any] | None = None
-    return_aux: AuxRequest | None = None
+    return_aux: AuxRequest | SelectionAuxRequest | None = None
     positions: Tensor | None = None
     sinks: Tensor | None = None
     batch_offset: int | None = None
@@ -54,15 +55,26 @@ class Arguments(NamedTuple):
         aux, sinks = self.return_aux, ("sinks",) * (self.sinks is not None)
         if aux is None:
             return ("lse", *sinks) if self.return_lse else sinks
-        return ("lse",) * (self.return_lse or aux.lse) + ("max_scores",) * aux.max_scores + sinks
+        names = ("lse",) * (self.return_lse or aux.lse) + ("max_scores",) * aux.max_scores
+        return names + ("probabilities",) * self.wants_probabilities + sinks
+
+    @property
+    def wants_probabilities(self) -> bool:
+        """Whether the probabilities of the selected keys are requested."""
+        aux = self.return_aux
+        return isinstance(aux, SelectionAuxRequest) and aux.probabilities
 
     def results(self, outs: Sequence[Tensor]) -> Any:
-        """Return the requested results, sinks included: out, (out, lse) or (out, AuxOutput)."""
-        out, lse, *tops = outs
+        """Return the requested results, sinks included: out, (out, lse) or (out, aux). outs: out, lse, and
+        max_scores and probabilities if they were requested"""
+        out, lse, *rest = outs
         if self.sinks is not None:
             out, lse = with_sinks(out, lse, self.sinks, bool((self.kernel_options or {}).get("invariant")))
         if (aux := self.return_aux) is not None:
-            return out, AuxOutput(lse=lse if aux.lse else None, max_scores=tops[0] if tops else None)
+            found = lse if aux.lse else None, rest[0] if aux.max_scores else None
+            if isinstance(aux, SelectionAuxRequest):
+                return out, SelectionAuxOutput(*found, rest[-1] if aux.probabilities else None)
+            return out, AuxOutput(*found)
         return (out, lse) if self.return_lse else out
 
 

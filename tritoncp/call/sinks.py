@@ -31,7 +31,12 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, invariant: bool = False)
         return results
     empty = lse == -torch.inf
     share = torch.where(empty, 0, torch.sigmoid(torch.where(empty, 0, lse) - logits))
-    return (out * share[..., None]).to(out.dtype), torch.logaddexp(lse, logits)
+    return (out * share[..., None]).to(out.dtype), lse_with_sinks(lse, sinks)
+
+
+def lse_with_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return lse [B, H, S] with attention sinks [H]."""
+    return torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
 
 
 # -- rows whose bits do not depend on other rows -----------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor
 from tritoncp.call import check_arguments, check_shards, plan_cache
 from tritoncp.call.autograd import forward_op
 from tritoncp.call.read import Arguments, ShardSizes
+from tritoncp.call.selected.probabilities import pass_inputs, probabilities_op, sizes_of
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import failures, groups
@@ -20,7 +21,7 @@ from tritoncp.graph.handle_ops import fake_handle
 from tritoncp.graph.inputs import flatten_callable, is_symbol, rebuild
 from tritoncp.graph.spec import encode_spec
 from tritoncp.kernels.options import check_options
-from tritoncp.selection.selection import check_selection
+from tritoncp.selection.selection import check_form, check_shape
 
 
 def attend_in_graph(call: Arguments) -> list[Tensor]:
@@ -43,25 +44,36 @@ def attend_in_graph(call: Arguments) -> list[Tensor]:
     else:
         scale = check_arguments.scale_of(call)
     options, graph_options = _split_options(call.kernel_options or {}, captures, numbers)
-    plan = _find_in_graph(call, world)
+    sizes = ShardSizes.of(call.query, call.key, call.expand)
+    plan = find_in_graph(call.block_mask, sizes, world, call.positions, call.batch_offset)
     selected = call.selected
     if selected is not None:
-        check_selection(selected, call.query, call.key.shape[1] if expand is None else expand.sizes[0])
+        check_form(selected, call.query.device)
+        if not any(map(is_symbol, (*selected.indices.shape, *call.query.shape))):
+            check_shape(selected, call.query, call.key.shape[1] if expand is None else expand.sizes[0])
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
     inputs = graph_scale, graph_options, None if selected is None else tuple(selected[1:])
     if selected is not None:
         captures.append(selected.indices)
     spec = _spec(score, wants, world, options, call.returns, expansion, key_sizes, *inputs)
-    return forward_op(*call[:3], dispatch.as_inputs(captures), numbers, scale, plan, spec)
+    arguments = dispatch.as_inputs(captures), numbers, scale, plan, spec
+    results = forward_op(*call[:3], *arguments)
+    if call.wants_probabilities:
+        inputs, without = pass_inputs(call, results[1]), [x.detach() for x in arguments[0]]
+        found = probabilities_op(*inputs, *sizes_of(call), without, *arguments[1:])
+        results = [*results, selected.in_order(found)]
+    return results
 
 
-def _find_in_graph(call: Arguments, world: str) -> Tensor:
+def find_in_graph(
+    block_mask: Any, sizes: ShardSizes, world: str, positions: Tensor | None = None,
+    batch_offset: int | None = None,
+) -> Tensor:  # fmt: skip
     """Trace the op that finds the plan of a checked call; return its handle."""
     tensors: list[Tensor] = []
     ints: list[int] = []
-    structure = flatten_callable(call.block_mask, tensors, ints)
-    sizes = [*ShardSizes.of(call.query, call.key, call.expand)]
-    arguments = sizes, structure, world, call.positions, call.batch_offset
+    structure = flatten_callable(block_mask, tensors, ints)
+    arguments = [*sizes], structure, world, positions, batch_offset
     return dispatch.run_on_values(plan_op, tensors, ints, *arguments)
 
 

@@ -350,6 +350,8 @@ class Cut:
 
     def _op_fault(self, node: Node) -> str:
         name = op_name(node) or str(node.target)
+        if name in ("tritoncp::select_keys", "tritoncp::probabilities"):
+            return "reads the mask and the keys of the whole call: move it out of the region"
         if attention_nodes.is_attention(node):
             return attention_nodes.fault(node, self)
         if torch_attention.is_torch_attention(node):

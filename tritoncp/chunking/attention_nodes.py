@@ -4,7 +4,7 @@ reads."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import SymInt, Tensor
@@ -58,20 +58,37 @@ def keys_of(node: Node) -> tuple[Node, Node]:
 
 def whole_inputs(node: Node) -> set[Node]:
     """Return the inputs of a node that are not cut: the plan, and captures and numbers of mods, which are
-    indexed by global positions."""
+    indexed by global positions. Selected keys have a row for each query, and are cut."""
     if torch_attention.is_torch_attention(node):
         return torch_attention.captures(node)
     if not is_attention(node):
         return set()
     lists = argument(node, "captures"), argument(node, "ints")
-    return {x for values in lists for x in values if isinstance(x, Node)} | {argument(node, "plan")}
+    whole = {x for values in lists for x in values if isinstance(x, Node)} | {argument(node, "plan")}
+    return whole - {selected_indices(node)}
+
+
+def selected_indices(node: Node) -> Any:
+    """Return the indices of the selected keys of an attention node, None without any."""
+    return argument(node, "captures")[-1] if decode_spec(argument(node, "spec")).selected else None
+
+
+def chunk_captures(node: Node, whole: Callable[[Any], Any], chunk: Callable[[Any], Any]) -> list[Any]:
+    """Return the captures of a chunk's copy of an attention node. whole, chunk: return the node of a whole
+    value, and of a chunk of it"""
+    captures = list(argument(node, "captures"))
+    indices = captures.pop() if selected_indices(node) is not None else None
+    return [*map(whole, captures), *([] if indices is None else [chunk(indices)])]
 
 
 def fault(node: Node, cut: Any) -> str:
     """Return why an attention node cannot be cut, "" if it can."""
     spec = decode_spec(argument(node, "spec"))
-    if spec.selected is not None:
-        return "has selected=, whose rows are those of whole queries: keep it outside of chunks"
+    if spec.selected is not None and cut.dim == "seq" and not _selects_by_query(node, cut):
+        return (
+            "has selected= without a row for each query that is cut: pass indices [B, heads, S_local, n] "
+            'with query_block=1, or pass dim="batch"'
+        )
     if spec.sizes is not None:
         return "has expand=, and each chunk would compute keys and values again: expand before the call"
     if dict(spec.options).get("invariant"):
@@ -86,6 +103,12 @@ def fault(node: Node, cut: Any) -> str:
         )
     captures = argument(node, "captures")
     return fault_of_inputs(cut, keys_of(node), [captures[i].meta["val"] for i in spec.wants])
+
+
+def _selects_by_query(node: Node, cut: Any) -> bool:
+    """Return whether the selected keys of an attention are cut as its queries."""
+    (_, query_block), queries = decode_spec(argument(node, "spec")).selected or (1, 1), argument(node, "q")
+    return query_block == 1 and cut.carries(selected_indices(node)) == cut.carries(queries)
 
 
 def fault_of_inputs(cut: Any, keys: Iterable[Node], learned: Any) -> str:

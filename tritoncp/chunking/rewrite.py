@@ -232,16 +232,19 @@ class Rewrite(StepGraph):
 
     def _attention_arguments(self, node: Node, c: int) -> tuple[Any, ...]:
         at = attention_nodes.places(node)
-        whole = {at["captures"], at["ints"]}
         args: list[Any] = list(node.args)
         for place, arg in enumerate(args):
-            if place == at["plan"]:
+            if place == at["captures"]:
+                args[place] = attention_nodes.chunk_captures(
+                    node, self.whole_node, lambda x: self.chunk_node(x, c)
+                )
+            elif place == at["plan"]:
                 args[place] = self._part(node, c)
             elif place in (at["k"], at["v"]) and self.keys.are_cut(node):
                 args[place] = self.first_keys(arg, self.keys.counts(node)[c], node)
             else:
                 args[place] = map_arg(
-                    arg, self.whole_node if place in whole else lambda x: self.chunk_node(x, c)
+                    arg, self.whole_node if place == at["ints"] else lambda x: self.chunk_node(x, c)
                 )
         return tuple(args)
 

@@ -31,7 +31,7 @@ wait_op = torch.ops._c10d_functional.wait_tensor.default
 def send(rewrite: Any, node: Node) -> Node:
     """Add the exchange of an attention's keys, forward or backward; return the node of the buffer."""
     backward = node.target is attention_nodes.backward_op
-    return _exchange(rewrite, node, send_keys_op, (*_keys(rewrite, node), backward, *_call(rewrite, node)))
+    return _exchange(rewrite, node, send_keys_op, (*_keys(rewrite, node), backward, *_call(rewrite, node, 0)))
 
 
 def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
@@ -42,7 +42,7 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
 
     own: Any = node.args
     chunks = rewrite.sizes.chunks
-    rest = c, chunks, *_call(rewrite, node)
+    rest = c, chunks, *_call(rewrite, node, c)
     q, buffer = chunk(attention_nodes.argument(node, "q")), rewrite.value(node, SEND)
     if node.target is attention_nodes.forward_op:
         return forward_part_op, (q, buffer, *rest)
@@ -96,10 +96,13 @@ def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
     return rewrite.first_keys(k, count, node), rewrite.first_keys(v, count, node)
 
 
-def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
-    """Return the :class:`tritoncp.call.op_arguments.OpArguments` of an attention."""
-    own: Any = node.args
-    return map_arg(own[attention_nodes.places(node)["captures"] :], rewrite.whole_node)
+def _call(rewrite: Any, node: Node, c: int) -> tuple[Any, ...]:
+    """Return the :class:`tritoncp.call.op_arguments.OpArguments` of an attention, with the selected keys of a
+    chunk. The exchange of keys reads only how many they are."""
+    own, whole = node.args, rewrite.whole_node
+    captures = attention_nodes.chunk_captures(node, whole, lambda x: rewrite.chunk_node(x, c))
+    rest: Any = own[attention_nodes.places(node)["captures"] + 1 :]
+    return (captures, *map_arg(rest, whole))
 
 
 def _stage(node: Node) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class CpuEngine:
     first_head: int = 0
     steps: BoundedCache[Any, Step] = field(default_factory=lambda: BoundedCache(64))
     v_head_dim = None  # the head dim of values
+    selected = None  # the mask alone decides
 
     @property
     def fused(self) -> bool:

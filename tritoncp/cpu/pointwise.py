@@ -69,6 +69,11 @@ class Scores:
             captured,
         )
 
+    def probabilities(self, q: Tensor, k: Tensor, lse: Tensor, captures: Sequence[Tensor]) -> Tensor:
+        """Return the probabilities of the pairs of tiles: [n, H, height, width]. lse: [n, H, height],
+        finite"""
+        return _probabilities(torch.sub(self._modified(self._raw(q, k), captures), lse[..., None]))
+
     def largest(self, q: Tensor, k: Tensor, captures: Sequence[Tensor]) -> Tensor:
         """Return the largest score of each row of tiles: [n, H, height]."""
         return self._modified(self._raw(q, k), captures).amax(-1)

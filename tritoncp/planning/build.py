@@ -55,8 +55,9 @@ def build_all(
         resolve_balancer(balancer)
     if balancer == "auto" and world_size > 1:
         return _cheapest(masks, world_size, rank, schedule, degree, layer)
-    placed = _place(masks, world_size, balancer, lengths, kv_lengths)
-    plans = _make_plans(masks, placed, rank, schedule, degree)
+    selected = _selected(layer)
+    placed = _place(masks, world_size, balancer, lengths, kv_lengths, selected)
+    plans = _make_plans(masks, placed, rank, schedule, degree, selected)
     if schedule != "auto":
         return [replace(plan, reason="requested") for plan in plans]
     if world_size == 1:
@@ -70,12 +71,21 @@ def build_all(
     return chosen
 
 
+def _selected(layer: Mapping[str, int] | None) -> int:
+    """Return the number of keys that a query of a layer selects at run time, 0 if it sees all."""
+    selected = (layer or {}).get("selected", 0)
+    if isinstance(selected, bool) or not isinstance(selected, int) or selected < 0:
+        raise ValueError(f"selected={selected!r} of a layer; pass an int, 0 if queries see all visible keys")
+    return selected
+
+
 def _make_plans(
-    masks: Sequence[Mask], placed: tuple[str, Placement, Placement], rank: int, schedule: str, degree: int
-) -> list[Plan]:
+    masks: Sequence[Mask], placed: tuple[str, Placement, Placement], rank: int, schedule: str, degree: int,
+    selected: int,
+) -> list[Plan]:  # fmt: skip
     """Make the plans of masks on one placement; "auto" is replaced by "allgather" for now."""
     (name, q, kv), schedule = placed, "allgather" if schedule == "auto" else schedule
-    return [Plan(mask, q, kv, rank, name, schedule, degree=degree) for mask in masks]
+    return [Plan(mask, q, kv, rank, name, schedule, degree=degree, selected=selected) for mask in masks]
 
 
 def _estimate(
@@ -97,7 +107,8 @@ def _cheapest(
     skipped = [name for name, most in SLOW_BALANCERS.items() if blocks * world_size > most]
     candidates = []
     for name in (*(name for name in balancers if name not in skipped), None):  # None: natural order
-        plans = _make_plans(masks, _place(masks, world_size, name), rank, schedule, degree)
+        placed = _place(masks, world_size, name, selected=_selected(layer))
+        plans = _make_plans(masks, placed, rank, schedule, degree, _selected(layer))
         best = [
             next(one for one in costs if schedule.partition("+")[0] in ("auto", one.schedule))
             for costs in _estimate(plans, hardware, layer)
@@ -150,6 +161,7 @@ def _place(
     balancer: str | Balancer | None,
     lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
+    selected: int = 0,
 ) -> tuple[str, Placement, Placement]:
     """Place queries and keys by a balancer, by the summed work of all masks. None, and a world of one rank,
     give natural order, in pieces of these lengths (None: even lengths). Also return the balancer's name.
@@ -162,7 +174,7 @@ def _place(
         kv = natural(kv_lengths or lengths or pieces(mask.kv_len, world_size), mask.kv_block)
     else:
         name, function = resolve_balancer(balancer)
-        owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size)]
+        owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size, "q", selected)]
         q = kv = by_blocks(mask.q_len, mask.q_block, owners)
         if mask.kv_len != mask.q_len:
             kv = _place_keys(masks, world_size, function, q)

@@ -140,6 +140,11 @@ class DerivedTables:
         return DeviceCopy([self.fetch(rank).rows], device, lambda rows: rows)
 
     @computed_once
+    def query_positions(self, rank: int, device: torch.device) -> DeviceCopy[Tensor]:
+        """Copy the positions of a rank's queries to a device."""
+        return DeviceCopy([self.q.positions(rank)], device, lambda positions: positions)
+
+    @computed_once
     def gathered_slots(self, buffer: int | str) -> Tensor:
         """The slots of a buffer that is equal on all ranks."""
         return self.kv.gathered(None if buffer == "gathered" else [int(buffer)])

@@ -30,7 +30,7 @@ from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.parts import check_keys, check_part, chunk_rows, rows_of_placement
 from tritoncp.planning.placement import Placement, check_side
 from tritoncp.planning.step_tables import Tables
-from tritoncp.planning.work import block_costs
+from tritoncp.planning.work import block_costs, costs_of_selected
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,6 +72,7 @@ class Plan(BlockMaskInterface):
     reason:   why the schedule was chosen
     degree:   number of ranks that exchange heads under "ulysses"; 0 = as many as the heads allow
     heads:    number of query heads of the layer, if a call has only part of them; else 0
+    selected: keys that a query selects at run time, by which work is weighed; 0: all that the mask shows
     mask_digest: digest of the mask's code and values, if ranks may have to compare it
     first_row: index in the batch of this plan's batch row 0, see :meth:`batch_rows`
     whole:    identity of the whole plan if this is a part of it, for ranks to compare
@@ -88,6 +89,7 @@ class Plan(BlockMaskInterface):
     reason: str = ""
     degree: int = 0
     heads: int = 0
+    selected: int = 0
     mask_digest: bytes = b""
     first_row: int = 0
     whole: Any = field(default=None, repr=False)
@@ -125,6 +127,10 @@ class Plan(BlockMaskInterface):
     def positions(self) -> Tensor:
         """Global position of each local row, -1 at padding: int64 [Bp, s_local]."""
         return self.q.positions(self.rank)
+
+    def positions_on(self, device: torch.device) -> Tensor:
+        """Return ``positions`` on a device."""
+        return self.derived.query_positions(self.rank, device).on_current_stream()
 
     @property
     def valid(self) -> Tensor:
@@ -188,8 +194,10 @@ class Plan(BlockMaskInterface):
     @on_host
     def work(self) -> list[float]:
         """Visible blocks of each rank's queries, summed over the mask's batch rows and heads. A masked block
-        counts ``work.MASKED_BLOCK_COST``; a part of a block counts as a fraction."""
-        cost = block_costs(self.mask.runs)  # [Bm, rows]
+        counts ``work.MASKED_BLOCK_COST``; a part of a block counts as a fraction. With ``selected`` a row
+        counts the visible keys, at most as many."""
+        mask, selected = self.mask, self.selected
+        cost = costs_of_selected(mask, selected) if selected else block_costs(mask.runs)  # [Bm, rows]
         totals = []
         for slots in self.q.slots:
             rows = (slots[..., 1] // self.mask.q_block).to(torch.int64)

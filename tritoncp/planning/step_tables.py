@@ -14,6 +14,7 @@ from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import UNBOUNDED
 from tritoncp.masks.runs.block_runs import Kind, Runs
 from tritoncp.masks.runs.transposed_runs import transpose
+from tritoncp.planning.selected_rows import SelectedRows
 
 
 class ForwardStep(NamedTuple):
@@ -74,6 +75,10 @@ class StepEngine(Protocol):
         """Head dim of out if a step's keys are latents, which the engine expands; None: the head dim of
         values."""
 
+    @property
+    def selected(self) -> SelectedRows | None:
+        """The keys that the queries select, of a :class:`SelectedEngine`; None: the mask alone decides."""
+
     def forward(self, step: ForwardStep, /) -> PreparedStep:
         """Prepare a forward step."""
 
@@ -103,6 +108,13 @@ class Engine(StepEngine, Protocol):
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, /) -> PreparedStep:
         """Prepare to write delta [B, Hq, S] = rowsum(out * dout) - dlse, for out and dout [B, Hq, S, E]."""
+
+
+class SelectedEngine(Engine, Protocol):
+    """An engine of a call with selected keys. A schedule that moves queries also moves what they select."""
+
+    def with_selected(self, selected: SelectedRows, /) -> SelectedEngine:
+        """Return the engine for other queries of the call."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.runs.block_runs import Runs, merge_runs
 from tritoncp.masks.runs.transposed_runs import transpose
+from tritoncp.masks.visible_keys import count_visible_keys
 
 MASKED_BLOCK_COST = 1.25
 """Cost of a masked block in units of a full block. The products are the same; the loop that also compares
@@ -82,11 +83,12 @@ class Work:
 Balancer = Callable[[Work], Sequence[Sequence[int]]]
 
 
-def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> list[Work]:
+def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q", selected: int = 0) -> list[Work]:
     """Return the input of a balancer for each batch row: query blocks, or key blocks with side="kv". A block
     cut by the end of the sequence counts as a fraction, as in ``Plan.work``.
 
     masks: masks of one size; their work is summed, and each counts as one layer, however many heads it has.
+    selected: keys that a query selects at run time; 0: all that the mask shows. It counts for queries only.
 
     >>> from tritoncp.masks import full_mask
     >>> work_of_rows([full_mask(40, 40, block=16)], 2)[0].costs.tolist()
@@ -94,9 +96,12 @@ def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> lis
     """
     first = masks[0]
     runs = [mask.runs if side == "q" else transpose(mask.runs) for mask in masks]
-    parts = [
-        block_costs(runs_of_mask) / (runs_of_mask.shape[1] if len(runs) > 1 else 1) for runs_of_mask in runs
+    selected = selected if side == "q" else 0
+    costs_of_masks = [
+        costs_of_selected(mask, selected) if selected else block_costs(runs_of_mask)
+        for mask, runs_of_mask in zip(masks, runs, strict=True)
     ]
+    parts = [x / (mask.H if len(masks) > 1 else 1) for x, mask in zip(costs_of_masks, masks, strict=True)]
     batch = max(map(len, parts))
     together = first.q_len == first.kv_len
     own, other = (first.q_block, first.kv_block) if side == "q" else (first.kv_block, first.q_block)
@@ -120,6 +125,21 @@ def block_costs(runs: Runs) -> Tensor:
     """Sum the work of each row of blocks over all heads: float64 [B, rows]."""
     masked, full = runs.counts()
     return (masked * MASKED_BLOCK_COST + full).sum(1).double()
+
+
+def costs_of_selected(mask: Mask, selected: int) -> Tensor:
+    """Sum the work of each row of blocks over all heads, if a query selects ``selected`` keys of those that
+    the mask shows: float64 [B, rows], in units of a full block.
+
+    >>> from tritoncp.masks import causal, create_block_mask
+    >>> costs_of_selected(create_block_mask(causal(), 1, 1, 10, 10, BLOCK_SIZE=4), 4).tolist()
+    [[0.625, 1.0, 1.0]]
+    """
+    taken = count_visible_keys(mask, mask.B, mask.H).clamp(max=selected).sum(1).double()
+    rows = mask.runs.shape[2]
+    blocks = torch.nn.functional.pad(taken, (0, rows * mask.q_block - mask.q_len)).unflatten(1, (rows, -1))
+    held = (mask.q_len - torch.arange(rows) * mask.q_block).clamp(max=mask.q_block)
+    return blocks.sum(2) / (held * mask.kv_block)
 
 
 def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Runs:

@@ -131,6 +131,7 @@ class DryEngine:
     """An engine that computes nothing; for a latent it allocates the keys and values of a step."""
 
     fused = False
+    selected = None
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape

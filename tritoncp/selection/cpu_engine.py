@@ -13,9 +13,9 @@ from torch import Tensor
 from tritoncp.cpu.engine import LN2, CpuEngine, Launch
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.mods.tracing import fresh_dispatch
+from tritoncp.planning.selected_rows import SelectedRows
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep, Tables
-from tritoncp.selection.lists import chosen_keys, rows_of_positions
-from tritoncp.selection.selection import Selection
+from tritoncp.selection.lookup import chosen_keys, rows_of_positions
 from tritoncp.selection.visible import VisiblePairs
 
 GATHERED = 1 << 22  # most elements of keys that a tile gathers
@@ -28,6 +28,7 @@ class SelectedTile(NamedTuple):
     heads, kv_heads: slices of query heads that share their keys, and of KV heads
     rows:    int64 [n, height], rows of the queries in the tensors; the last ones may be past their end
     keys:    int64 [n, width], rows of the keys in the step's buffer, 0 where a key is hidden from all queries
+    entries: int64 [n, width], place of the key, or of its block, in its row of the selection
     indices: b [n], h [H], q_idx [n, height], kv_idx [n, width], of the whole sequence and layer
     visible: bool [n, 1 or H, height, width]
     """
@@ -37,6 +38,7 @@ class SelectedTile(NamedTuple):
     kv_heads: slice
     rows: Tensor
     keys: Tensor
+    entries: Tensor
     indices: tuple[Tensor, Tensor, Tensor, Tensor]
     visible: Tensor
 
@@ -63,24 +65,24 @@ class SelectedTile(NamedTuple):
 class SelectedCpuEngine:
     """The CPU engine of a call with selected keys: O(S * n) operations for n keys a query.
 
-    base:      the engine of the call without the selection: scale, mods, captures, first row and head
-    selection: with unique indices
-    pairs:     whether the mask shows a pair
-    num_heads: number of query heads of the layer
-    positions: global positions of the queries, int64 [1 or B, S_local], -1 for padding
+    base:     the engine of the call without the selection: scale, mods, captures, first row and head
+    selected: what the queries select
+    pairs:    whether the mask shows a pair
     """
 
     base: CpuEngine
-    selection: Selection
+    selected: SelectedRows
     pairs: VisiblePairs
-    num_heads: int
-    positions: Tensor
     fused: bool = field(default=True, init=False)
     v_head_dim: None = field(default=None, init=False)
 
     def from_head(self, first: int) -> SelectedCpuEngine:
         """Copy the engine for tensors that begin with another query head of the layer."""
         return replace(self, base=self.base.from_head(first))
+
+    def with_selected(self, selected: SelectedRows) -> SelectedCpuEngine:
+        """Copy the engine for other queries of the call."""
+        return replace(self, selected=selected)
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
         return self.base.delta(out, dout, dlse, delta)
@@ -135,7 +137,7 @@ class SelectedCpuEngine:
         @fresh_dispatch()
         def run() -> None:
             dtype = step.lse.dtype
-            rows = self.selection.indices.shape[2] * self.selection.query_block
+            rows = self.selected.indices.shape[2] * self.selected.query_block
             shapes = (*step.q.shape[:2], rows, step.q.shape[3]), step.k.shape, step.v.shape
             totals = [step.lse.new_zeros(shape) for shape in shapes]
             for tile in self._tiles(step.q, step.k, step.tables):
@@ -161,13 +163,13 @@ class SelectedCpuEngine:
     def _initial_sums(self, step: ForwardStep) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return acc, m (natural log), l and the largest scores, from the step's state if it has one.
         Padding sees no key; behind the last row are those that complete a row of the selection."""
-        rows = self.selection.indices.shape[2] * self.selection.query_block
+        rows = self.selected.indices.shape[2] * self.selected.query_block
         more, dtype = rows - step.q.shape[2], step.lse.dtype
         empty = step.q.new_full((*step.q.shape[:2], rows), -torch.inf, dtype=dtype)
         acc = empty.new_zeros(*empty.shape, step.out.shape[3])
         if not step.load_state or step.state is None:
             return acc, empty, torch.zeros_like(empty), empty.clone()
-        padding = (self.positions < 0)[:, None]
+        padding = (self.selected.positions < 0)[:, None]
 
         def loaded(x: Tensor, value: float) -> Tensor:
             return torch.nn.functional.pad(x.masked_fill(padding, value), (0, more), value=value)
@@ -186,10 +188,10 @@ class SelectedCpuEngine:
         places = rows_of_positions(tables.kv_slots, self.pairs.mask.kv_len)
         for batch in range(len(q)):
             for share, heads, kv_heads in self._head_groups(q.shape[1], k.shape[1]):
-                chosen = self.selection.indices
-                indices = chosen[batch if len(chosen) > 1 else 0, share].long()
+                chosen = self.selected.indices
+                indices = chosen[batch % len(chosen), share - self.selected.first_share].long()
                 keys = heads.stop - heads.start, kv_heads.stop - kv_heads.start
-                width = max(1, indices.shape[1] * self.selection.block_size * max(keys) * k.shape[3])
+                width = max(1, indices.shape[1] * self.selected.block_size * max(keys) * k.shape[3])
                 count = max(1, GATHERED // width)
                 for first in range(0, len(indices), count):
                     part = indices[first : first + count]
@@ -199,11 +201,11 @@ class SelectedCpuEngine:
 
     def _head_groups(self, heads: int, kv_heads: int) -> Iterator[tuple[int, slice, slice]]:
         """Yield (head of the selection, query heads, KV heads) for query heads that share keys."""
-        shares, group, first = self.selection.indices.shape[1], heads // kv_heads, self.base.first_head
+        rows, group, first = self.selected, heads // kv_heads, self.base.first_head
         head = 0
         while head < heads:
-            share = (first + head) * shares // self.num_heads
-            stop = min(heads, (share + 1) * self.num_heads // shares - first)
+            share = rows.share_of(first + head)
+            stop = min(heads, (share + 1) * rows.num_heads // rows.shares - first)
             yield share, slice(head, stop), slice(head // group, -(-stop // group))
             head = stop
 
@@ -211,9 +213,9 @@ class SelectedCpuEngine:
         self, batch: int, heads: slice, kv_heads: slice, first: int, indices: Tensor, places: Tensor
     ) -> SelectedTile | None:
         """Make the tile of some rows of the selection, from row ``first`` on; None if no pair is visible."""
-        height, base = self.selection.query_block, self.base
-        positions = self.positions[batch % len(self.positions)]
-        chosen = chosen_keys(self.selection, first, indices, positions, places)
+        height, base = self.selected.query_block, self.base
+        positions = self.selected.positions[batch % len(self.selected.positions)]
+        chosen = chosen_keys(self.selected, first, indices, positions, places)
         width = int(chosen.present.any(2).sum(2).max()) if len(indices) else 0
         if not width:
             return None
@@ -227,7 +229,43 @@ class SelectedCpuEngine:
         if not bool(shows.any()):
             return None
         rows = torch.arange(first * height, (first + len(indices)) * height).view(-1, height)
-        visible, rows, keys, q_idx, kv_idx = (x[shows] for x in (visible, rows, keys, q_idx, kv_idx))
+        entries = order // self.selected.block_size
+        visible, rows, keys, entries, q_idx, kv_idx = (
+            x[shows] for x in (visible, rows, keys, entries, q_idx, kv_idx)
+        )
         b = torch.full((len(rows),), batch + base.first_row)
         indices_of = b, head_numbers, q_idx, kv_idx
-        return SelectedTile(batch, heads, kv_heads, rows, keys, indices_of, visible)
+        return SelectedTile(batch, heads, kv_heads, rows, keys, entries, indices_of, visible)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuProbabilities(SelectedCpuEngine):
+    """A :class:`SelectedCpuEngine` whose forward step adds the probabilities of its keys to ``sums``.
+
+    lse:  [B, Hq, S] of all steps and sinks, natural log
+    sums: [B, heads of the selection, S, n], in the order of the selection, in lse's dtype
+    """
+
+    lse: Tensor
+    sums: Tensor
+
+    def forward(self, step: ForwardStep) -> Launch:
+        """Prepare the probabilities of the keys of a step."""
+
+        @fresh_dispatch()
+        def run() -> None:
+            rows = self.selected.indices.shape[2] * self.selected.query_block
+            shape = *self.sums.shape[:2], rows, self.sums.shape[3]
+            total = self.sums.new_zeros(shape)
+            for tile in self._tiles(step.q, step.k, step.tables):
+                query, key = (x.to(total.dtype) for x in (tile.queries(step.q), tile.key_rows(step.k)))
+                lse = tile.queries(self.lse[..., None])[..., 0]
+                lse = torch.where(lse == -torch.inf, 0, lse)
+                found = self._scores(tile).probabilities(query, key, lse, self.base.captures).sum(1)
+                share = self.selected.share_of(tile.heads.start + self.base.first_head)
+                entries = tile.entries[:, None].expand_as(found)
+                by_entry = found.new_zeros(*found.shape[:2], shape[3]).scatter_add_(2, entries, found)
+                total[tile.batch, share - self.selected.first_share, tile.rows] += by_entry
+            self.sums.add_(total[:, :, : self.sums.shape[2]])
+
+        return run

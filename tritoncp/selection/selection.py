@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritoncp.core.environment import CHECK
-from tritoncp.planning.plan import Plan
+from tritoncp.core.host_copy import refuse_dtensor
 
 MIN_BLOCK = 16  # keys; the smallest tile that tensor cores take
+MAX_INDEX = 2**31 - 1
 MAX_ENTRIES = 2**31 - 1  # of a table, whose entries kernels count in int32
 
 
@@ -37,20 +37,39 @@ class Selection(NamedTuple):
     query_block: int = 1
 
     @property
-    def structure(self) -> tuple[int, int, int, int]:
-        """Heads, indices of a row, block_size and query_block: equal on all ranks."""
-        return self.indices.shape[1], self.indices.shape[3], self.block_size, self.query_block
+    def structure(self) -> tuple[int, int, int, int, int]:
+        """Batch rows, heads, indices of a row, block_size and query_block: equal on all ranks."""
+        batch, heads, _, count = self.indices.shape
+        return batch, heads, count, self.block_size, self.query_block
 
     def unique(self) -> Selection:
-        """Return the selection with ascending indices, and -1 first, in place of repeated ones too.
+        """Return the selection with ascending int32 indices, and -1 first, in place of repeated ones too.
 
         >>> Selection(torch.tensor([[[[3, 1, 3, -1]]]])).unique().indices.tolist()
         [[[[-1, -1, 1, 3]]]]
         """
-        ordered = self.indices.sort(-1).values
+        indices = self.indices
+        if indices.dtype != torch.int32:
+            indices = indices.clamp(-1, MAX_INDEX).to(torch.int32)  # those past the end stay past the end
+        ordered = indices.sort(-1).values
         repeated = torch.zeros_like(ordered, dtype=torch.bool)
         repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
         return self._replace(indices=ordered.masked_fill_(repeated, -1).sort(-1).values)
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """Return values of the entries of :meth:`unique`, [B, Hs, queries, n], in the order of ``indices``.
+        Of repeated indices the first gets the value.
+
+        >>> chosen = Selection(torch.tensor([[[[3, 1, 3, -1]]]]))
+        >>> chosen.in_order(torch.tensor([[[[0.0, 0.0, 0.1, 0.2]]]])).tolist()
+        [[[[0.20000000298023224, 0.10000000149011612, 0.0, 0.0]]]]
+        """
+        ordered, order = self.indices.sort(stable=True, dim=-1)
+        repeated = torch.zeros_like(ordered, dtype=torch.bool)
+        repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+        again = ordered.masked_fill(repeated, -1).sort(stable=True, dim=-1).indices
+        order = order.gather(-1, again).repeat_interleave(self.query_block, 2)[:, :, : values.shape[2]]
+        return torch.zeros_like(values).scatter(-1, order.expand_as(values), values)
 
     def to_dense(self, kv_len: int, rows: int | None = None) -> Tensor:
         """Return the selected pairs as a dense tensor, for tests and small sequences.
@@ -70,8 +89,44 @@ class Selection(NamedTuple):
         return shown.repeat_interleave(self.query_block, 2)[:, :, :rows]
 
 
+class SelectionAuxRequest(NamedTuple):
+    """What a call with ``selected=`` returns besides out, as ``return_aux``: torch's AuxRequest with one more
+    field.
+
+    lse:           log of the sum of exponentials of each row
+    max_scores:    largest score of each row
+    probabilities: probabilities of the selected keys, see :class:`SelectionAuxOutput`
+    """
+
+    lse: bool = False
+    max_scores: bool = False
+    probabilities: bool = False
+
+
+class SelectionAuxOutput(NamedTuple):
+    """What a call with :class:`SelectionAuxRequest` returns besides out; None where it was not requested.
+
+    lse:           float32 [B, Hq, S_local], natural log, float64 for float64 tensors, as all fields
+    max_scores:    [B, Hq, S_local], without gradient
+    probabilities: [B, Hs, S_local, n], the probability of each entry of ``Selection.indices`` after sinks,
+                   summed over the query heads that share it (all of them if Hs is 1) and over the keys of a
+                   block. 0 for -1, for hidden keys, and for repetitions of an index. Without gradient: a
+                   target for the scores of an indexer
+    """
+
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+    probabilities: Tensor | None = None
+
+
 def check_selection(selection: Selection, query: Tensor, kv_heads: int) -> None:
     """Raise TypeError or ValueError for a selection that does not fit queries [B, Hq, S_local, D]."""
+    check_form(selection, query.device)
+    check_shape(selection, query, kv_heads)
+
+
+def check_form(selection: Selection, device: torch.device) -> None:
+    """Raise TypeError or ValueError for a selection of another type, dtype, block size or device."""
     if not isinstance(selection, Selection):
         raise TypeError(
             f"selected is a {type(selection).__name__}; pass tritoncp.Selection(indices, block_size=...)"
@@ -80,7 +135,15 @@ def check_selection(selection: Selection, query: Tensor, kv_heads: int) -> None:
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
         kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
         raise TypeError(f"selected: indices are {kind}; an int32 or int64 tensor is needed")
+    refuse_dtensor(indices, "selected", "pass DTensors as query, key and value too, or x.to_local()")
     check_sizes(block_size, query_block)
+    if indices.device != device:
+        raise ValueError(f"selected: indices are on {indices.device}, the query on {device}: move them there")
+
+
+def check_shape(selection: Selection, query: Tensor, kv_heads: int) -> None:
+    """Raise ValueError for indices whose shape does not fit queries [B, Hq, S_local, D]."""
+    indices, _, query_block = selection
     batch, heads, rows, _ = query.shape
     needed = -(-rows // query_block)
     shape = tuple(indices.shape)
@@ -99,10 +162,6 @@ def check_selection(selection: Selection, query: Tensor, kv_heads: int) -> None:
             f"selected: {indices.numel()} indices, and kernels count up to {MAX_ENTRIES}: select fewer keys, "
             "or blocks of keys"
         )
-    if indices.device != query.device:
-        raise ValueError(
-            f"selected: indices are on {indices.device}, the query on {query.device}: move them there"
-        )
 
 
 def check_sizes(block_size: int, query_block: int) -> None:
@@ -110,17 +169,6 @@ def check_sizes(block_size: int, query_block: int) -> None:
         raise ValueError(f"selected: block_size={block_size!r}; 1 or a multiple of {MIN_BLOCK} is needed")
     if not isinstance(query_block, int) or query_block < 1:
         raise ValueError(f"selected: query_block={query_block!r}; a positive int is needed")
-
-
-def check_plan(plan: Plan, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for a plan or kernel options that cannot have selected keys."""
-    if plan.schedule.startswith("ulysses") and plan.world_size > 1:
-        raise ValueError(
-            f"selected= under the schedule {plan.schedule!r}, which exchanges heads, but not their selected "
-            'keys: pass schedule="allgather", "ring" or "fetch" to make_plan'
-        )
-    if options.get("invariant"):
-        raise ValueError("selected= with kernel option invariant=True, which it does not have: omit it")
 
 
 def check_indices(selection: Selection, kv_len: int) -> None:

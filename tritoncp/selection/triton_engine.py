@@ -16,6 +16,7 @@ from tritoncp.kernels.launch import Launch, State
 from tritoncp.kernels.program_order import check_grid
 from tritoncp.kernels.scores import Origin
 from tritoncp.kernels.selected import (
+    KEYS_OF_TILE,
     Places,
     SelectedLists,
     TransposedLists,
@@ -25,9 +26,10 @@ from tritoncp.kernels.selected import (
 )
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.kernels.tiles import channels, view
+from tritoncp.planning.selected_rows import SelectedRows
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep, PreparedStep, Tables
-from tritoncp.selection.lists import KEYS_OF_TILE, KeyLists, RowLists, key_lists, row_lists, rows_of_positions
-from tritoncp.selection.selection import Selection
+from tritoncp.selection.lists import key_lists, list_heads, row_lists
+from tritoncp.selection.lookup import rows_of_positions
 from tritoncp.selection.visible import VisiblePairs
 
 FULL_ROWS = 64  # of a tile of dK/dV, which several rows of the selection fill
@@ -42,12 +44,12 @@ class StepLists:
     num_keys: rows of the buffer
     """
 
-    keys: KeyLists
+    keys: SelectedLists
     places: Places
     num_keys: int
-    _rows: list[RowLists] = field(default_factory=list)
+    _rows: list[TransposedLists] = field(default_factory=list)
 
-    def rows(self) -> RowLists:
+    def rows(self) -> TransposedLists:
         """Return the transposed lists, made at the first call."""
         if not self._rows:
             self._rows.append(row_lists(self.keys, self.num_keys))
@@ -58,18 +60,14 @@ class StepLists:
 class SelectedTritonEngine:
     """The Triton engine of a call with selected keys.
 
-    base:      the engine of the call without the selection: scale, mods, captures, first row and head
-    selection: with unique indices
-    pairs:     whether the mask shows a pair
-    num_heads: number of query heads of the layer
-    positions: global positions of the queries, int64 [1 or B, S_local], -1 for padding, on the CPU
+    base:     the engine of the call without the selection: scale, mods, captures, first row and head
+    selected: what the queries select
+    pairs:    whether the mask shows a pair
     """
 
     base: TritonEngine
-    selection: Selection
+    selected: SelectedRows
     pairs: VisiblePairs
-    num_heads: int
-    positions: Tensor
     lists: BoundedCache[Any, StepLists] = field(default_factory=lambda: BoundedCache(2))
     fused: bool = field(default=False, init=False)
     v_head_dim: None = field(default=None, init=False)
@@ -77,6 +75,10 @@ class SelectedTritonEngine:
     def from_head(self, first: int) -> SelectedTritonEngine:
         """Copy the engine for tensors that begin with another query head of the layer."""
         return replace(self, base=self.base.from_head(first))
+
+    def with_selected(self, selected: SelectedRows) -> SelectedTritonEngine:
+        """Copy the engine for other queries of the call."""
+        return replace(self, selected=selected, lists=BoundedCache(2))
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> PreparedStep:
         return self.base.delta(out, dout, dlse, delta)
@@ -103,15 +105,11 @@ class SelectedTritonEngine:
         """Prepare dK and dV of one step."""
         lists, mods = self._lists(step.q, step.k, step.tables), self.base.mods
         tensors, q, k = _inputs(step) | {"dk": dk, "dv": dv}, step.q, step.k
-        ptr, rows, bits = lists.rows()
-        share = _share_of(lists.keys, q)
-        heads = _heads_of_tile(min(share, q.shape[1] // k.shape[1]), self.selection.query_block)
-        filled = heads * self.selection.query_block
-        block = max(FULL_ROWS, triton.next_power_of_2(filled))
-        stride = 0 if ptr.shape[0] == 1 else ptr.shape[1]
-        transposed = TransposedLists(ptr, rows, bits, stride, ptr.shape[2] - 1, rows.shape[2])
-        args = {"lists": transposed, "HEADS": heads, "ENTRIES": block // filled, "BLOCK_M": block}
-        grid = -(-k.shape[2] // KEYS_OF_TILE), k.shape[1], q.shape[0]
+        heads, most = self._heads_of_tile(lists.keys, q, k)
+        block = max(FULL_ROWS, triton.next_power_of_2(most * self.selected.query_block))
+        entries = block // (heads * self.selected.query_block)
+        args = {"lists": lists.rows(), "HEADS": heads, "ENTRIES": entries, "BLOCK_M": block}
+        grid = -(-k.shape[2] // KEYS_OF_TILE.value), k.shape[1], q.shape[0]
         flags = {"ADD": add, "score_grad": mods.score_back}
         return self._launch(selected_dkdv_kernel, tensors, lists, flags | args, grid)
 
@@ -121,21 +119,19 @@ class SelectedTritonEngine:
     ) -> Launch:  # fmt: skip
         """Prepare a launch. grid: of programs; None: one for each row of the selection and tile of heads"""
         q, k, v = (tensors[name] for name in "qkv")
-        keys, queries, group = lists.keys, self.selection.query_block, q.shape[1] // k.shape[1]
-        share = _share_of(keys, q)
-        heads = _heads_of_tile(min(share, group), queries)
+        keys, queries, group = lists.keys.keys, self.selected.query_block, q.shape[1] // k.shape[1]
+        heads, most = self._heads_of_tile(lists.keys, q, k)
         if grid is None:
-            grid = keys.keys.shape[2], q.shape[1] // heads, q.shape[0]
-        batch, shares, rows, width = keys.keys.shape
-        config = Config(max(16, triton.next_power_of_2(heads * queries)), 64 if k.shape[3] <= 128 else 32)
+            grid = keys.shape[2], q.shape[1] // heads, q.shape[0]
+        config = Config(max(16, triton.next_power_of_2(most * queries)), 64 if k.shape[3] <= 128 else 32)
         values = {name: _argument(x) for name, x in tensors.items()} | {
-            "lists": SelectedLists(*keys, 0 if batch == 1 else shares * rows, rows, width),
+            "lists": lists.keys,
             "places": lists.places,
             "score_mod": self.base.mods.score,
             "origin": Origin(self.base.first_row, self.base.first_head),
             "SCALE": self.base.scale,
             "GROUP": group,
-            "SHARE": share,
+            "SHARE": _share_of(lists.keys, q),
             "FIRST": 0,  # of the lists, which begin with the tensors' first head
             "HEADS": heads,
             "QUERIES": queries,
@@ -149,27 +145,24 @@ class SelectedTritonEngine:
         in_order = [values[name] for name in kernel.arg_names]
         return Launch(kernel, check_grid(*grid), in_order, config, [])
 
+    def _heads_of_tile(self, lists: SelectedLists, q: Tensor, k: Tensor) -> tuple[int, int]:
+        """Return how many query heads of a tensor lie in one tile, and how many if the tensor has all heads
+        of the layer: the shape of tiles, and so the bits of a row, do not depend on the exchange of heads."""
+        rows, queries = self.selected, self.selected.query_block
+        shares = rows.num_heads if self.pairs.reads_heads else rows.shares
+        whole = heads_of_tile(min(rows.num_heads // shares, rows.group), queries)
+        own = min(_share_of(lists, q), q.shape[1] // k.shape[1])
+        return max(n for n in range(1, whole + 1) if own % n == 0), whole
+
     def _lists(self, q: Tensor, k: Tensor, tables: Tables) -> StepLists:
         """Return the lists of a step, made once for its two backward passes and for heads that share them."""
-        shares = self.num_heads if self.pairs.reads_heads else self.selection.indices.shape[1]
-        first = self.base.first_head
-        heads = range(first, first + q.shape[1])
-        part = heads.start * shares // self.num_heads, (heads.stop - 1) * shares // self.num_heads
-        key = tables, *part, q.shape[0]
+        heads = range(self.base.first_head, self.base.first_head + q.shape[1])
+        key = tables, list_heads(self.selected, self.pairs, heads), q.shape[0]
         if (found := self.lists.get(key)) is not None:
             return found
-        device, kv_len = q.device, self.pairs.mask.kv_len
-        places, positions = rows_of_positions(tables.kv_slots, kv_len), self.positions.to(device)
-        lists = key_lists(self.selection, self.pairs, positions, places, q.shape[0], heads, self.num_heads)
-        query_positions, key_positions = positions.int(), _positions_of_rows(places, k.shape[2]).int()
-        where = Places(
-            query_positions,
-            query_positions.shape[1] * (len(query_positions) > 1),
-            key_positions,
-            key_positions.shape[1] * (len(key_positions) > 1),
-            q.shape[2],
-            k.shape[2],
-        )
+        places = rows_of_positions(tables.kv_slots, self.pairs.mask.kv_len)
+        lists = key_lists(self.selected, self.pairs, places, q.shape[0], heads)
+        where = places_of(self.selected, places, q, k)
         return self.lists.put(key, StepLists(lists, where, k.shape[2]))
 
 
@@ -184,15 +177,23 @@ def _argument(x: Any) -> Any:
     return State._make(map(view, x)) if isinstance(x, State) else view(x)
 
 
-def _share_of(lists: KeyLists, q: Tensor) -> int:
+def _share_of(lists: SelectedLists, q: Tensor) -> int:
     """Return how many query heads of a tensor share a list."""
-    return q.shape[1] // lists.keys.shape[1]
+    count: int = q.shape[1] // lists.keys.shape[1]
+    return count
 
 
-def _heads_of_tile(heads: int, queries: int) -> int:
+def heads_of_tile(heads: int, queries: int) -> int:
     """Return how many of the query heads that share keys lie in one tile: a divisor of ``heads``."""
     fitting = (n for n in range(1, heads + 1) if heads % n == 0 and n * queries <= MAX_ROWS)
     return max(fitting, default=1)
+
+
+def places_of(selected: SelectedRows, places: Tensor, q: Tensor, k: Tensor) -> Places:
+    """Return the positions of the rows of a step's tensors. places: of :func:`rows_of_positions`"""
+    queries, keys = selected.positions.int(), _positions_of_rows(places, k.shape[2]).int()
+    strides = (x.shape[1] * (len(x) > 1) for x in (queries, keys))
+    return Places(queries, next(strides), keys, next(strides), q.shape[2], k.shape[2])
 
 
 def _positions_of_rows(places: Tensor, rows: int) -> Tensor:

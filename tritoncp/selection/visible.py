@@ -75,5 +75,5 @@ class VisiblePairs:
             return (lo <= keys) & (keys < hi)
         assert self.mask_mod is not None
         levels = (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (None, None, 0, 0)
-        row = torch.tensor(b + self.first_row, device=self.device)
+        row = torch.full((), b + self.first_row, device=self.device)
         return vmapped(self.mask_mod, *levels)(row, heads, q_idx, kv_idx)

@@ -7,15 +7,17 @@ dv have them too.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from tritoncp.distributed.collectives import AllToAll, Requests
 from tritoncp.distributed.schedules import fetch, local
 from tritoncp.distributed.schedules.buffers import outputs, pack, separate, views
-from tritoncp.planning.ordered_step import ordered_step
+from tritoncp.planning.ordered_step import OrderedStep, ordered_step
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import StepEngine
+from tritoncp.planning.step_tables import SelectedEngine, StepEngine
 
 
 def forward(
@@ -26,6 +28,7 @@ def forward(
     q_rows, kv_rows = step.rows(q.device)
     keys, values = yield from _send_keys(plan, k, v)
     own_q, *own_keys = _take(q, q_rows), _take(keys, kv_rows), _take(values, kv_rows)
+    engine = _engine_of_rows(engine, step, q_rows)
     results = yield from local.forward(step.plan, engine, own_q, own_keys[0], own_keys[1], want_max)
     out, lse, top = outputs(plan, engine, q, v, want_max)
     for x, result, padding in zip((out, lse, top), results, (0, -torch.inf, -torch.inf), strict=True):
@@ -44,11 +47,24 @@ def backward(
     keys, values = yield from _send_keys(plan, k, v)
     own_q, own_dout, own_lse, own_delta = (_take(x, q_rows) for x in (q, dout, lse, delta))
     own_k, own_v = (_take(x, kv_rows) for x in (keys, values))
+    engine = _engine_of_rows(engine, step, q_rows)
     dq, *dkv = yield from local.backward(
         step.plan, engine, own_q, own_k, own_v, own_dout, own_lse, own_delta, lse.dtype
     )
     dk, dv = (_put_back(x, kv_rows, keys.shape[2], 0) for x in dkv)
     return _put_back(dq, q_rows, q.shape[2], 0), *(yield from _send_gradients(plan, dk, dv, k))
+
+
+def _engine_of_rows(engine: StepEngine, step: OrderedStep, q_rows: Tensor) -> StepEngine:
+    """Return the engine for the queries of a step, ``q_rows`` of this rank's."""
+    if engine.selected is None:
+        return engine
+    selected, batch = engine.selected.cut(1), len(q_rows)
+    indices = selected.indices.expand(max(batch, len(selected.indices)), -1, -1, -1)
+    positions = step.plan.positions_on(indices.device)
+    return cast(SelectedEngine, engine).with_selected(
+        selected.for_queries(_take(indices, q_rows), positions, 1)
+    )
 
 
 def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Requests[tuple[Tensor, Tensor]]:

@@ -10,20 +10,30 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from tritoncp.distributed.collectives import Requests
 from tritoncp.distributed.schedules import local, ordered
-from tritoncp.distributed.schedules.head_exchange import HeadExchange
+from tritoncp.distributed.schedules.head_exchange import Field, HeadExchange, Side
 from tritoncp.distributed.schedules.schedule import Schedule
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, Engine, ForwardStep, PreparedStep, StepEngine, Tables
+from tritoncp.planning.selected_rows import SelectedRows
+from tritoncp.planning.step_tables import (
+    BackwardStep,
+    Engine,
+    ForwardStep,
+    PreparedStep,
+    SelectedEngine,
+    StepEngine,
+    Tables,
+)
 
 
 @dataclass(frozen=True)
@@ -37,10 +47,10 @@ class Ulysses:
     ) -> Requests[tuple[Tensor, Tensor, Tensor | None]]:
         """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
         exchange = HeadExchange.of(plan, q, k)
-        q_heads, keys, values = yield from exchange.to_heads(
-            (q, exchange.q), (k, exchange.kv), (v, exchange.kv)
+        q_heads, keys, values, *indices = yield from exchange.to_heads(
+            (q, exchange.q), (k, exchange.kv), (v, exchange.kv), *_selected_indices(engine, exchange, len(q))
         )
-        row, own_heads = self._schedule_between_rows(exchange), _engine_of_heads(engine, exchange)
+        row, own_heads = self._schedule_between_rows(exchange), _engine_of_heads(engine, exchange, *indices)
         computation = row.forward(exchange.plan, own_heads, q_heads, keys, values, want_max)
         whole_out, *whole_stats = yield from exchange.run_between_rows(computation)
         whole = [whole_out, *(x[..., None] for x in whole_stats if x is not None)]
@@ -68,11 +78,12 @@ class Ulysses:
         """Compute (dq, dk, dv) of this rank's heads, for all tokens of the row. The received tensors are
         freed when it returns, before gradients are sent."""
         stats = torch.stack((lse, delta), -1)
-        q_heads, keys, values, whole_dout, whole_stats = yield from exchange.to_heads(
-            (q, exchange.q), (k, exchange.kv), (v, exchange.kv), (dout, exchange.q), (stats, exchange.q)
-        )
+        q_heads, keys, values, whole_dout, whole_stats, *indices = yield from exchange.to_heads(
+            (q, exchange.q), (k, exchange.kv), (v, exchange.kv), (dout, exchange.q), (stats, exchange.q),
+            *_selected_indices(engine, exchange, len(q)),
+        )  # fmt: skip
         whole_lse, whole_delta = (x.contiguous() for x in whole_stats.unbind(-1))
-        row, own_heads = self._schedule_between_rows(exchange), _engine_of_heads(engine, exchange)
+        row, own_heads = self._schedule_between_rows(exchange), _engine_of_heads(engine, exchange, *indices)
         run = row.backward
         if row is local and exchange.kv.shared:  # dK and dV are summed over the ranks that share a KV head
             run = partial(local.backward, key_dtype=lse.dtype)
@@ -85,10 +96,31 @@ class Ulysses:
         return local if exchange.plan.derived.reads_only_own_keys and between is not ordered else between
 
 
-def _engine_of_heads(engine: Engine, exchange: HeadExchange) -> StepEngine:
+def _selected_indices(engine: Engine, exchange: HeadExchange, batch: int) -> list[Field]:
+    """Return the selected keys of this rank's queries as a field of the exchange, if there are some: a head
+    of the selection goes to every rank that computes a query head of it."""
+    if engine.selected is None:
+        return []
+    rows = engine.selected.cut(_query_block(engine.selected, exchange))
+    heads = [rows.shares_of(own) for own in exchange.q.heads]
+    side = Side(heads, exchange.q.rows // rows.query_block)
+    return [(rows.indices.expand(batch, -1, -1, -1), side)]
+
+
+def _query_block(rows: SelectedRows, exchange: HeadExchange) -> int:
+    """Return how many queries share a row of the selection if those of several ranks follow each other."""
+    return math.gcd(rows.query_block, exchange.q.rows)
+
+
+def _engine_of_heads(engine: Engine, exchange: HeadExchange, indices: Tensor | None = None) -> StepEngine:
     """Return the engine for this rank's heads. A rank may have only some of the query heads that share a KV
-    head, so a step is one launch for each stretch of KV heads with the same number of query heads."""
+    head, so a step is one launch for each stretch of KV heads with the same number of query heads. indices:
+    of the selected keys of the row's queries"""
     own = exchange.q.heads[exchange.rank]
+    if engine.selected is not None and indices is not None:
+        rows, positions = engine.selected, exchange.plan.positions_on(indices.device)
+        rows = rows.for_queries(indices, positions, _query_block(rows, exchange), rows.share_of(own.start))
+        engine = cast(SelectedEngine, engine).with_selected(rows)
     cuts = stretches(own, exchange.group)
     return engine.from_head(own.start) if len(cuts) == 1 else StretchesEngine(engine, own.start, cuts)
 
@@ -119,6 +151,13 @@ class StretchesEngine(NamedTuple):
     @property
     def fused(self) -> bool:
         return self.engine.fused
+
+    @property
+    def selected(self) -> SelectedRows | None:
+        return self.engine.selected
+
+    def with_selected(self, selected: SelectedRows) -> StretchesEngine:
+        return self._replace(engine=cast(SelectedEngine, self.engine).with_selected(selected))
 
     @property
     def v_head_dim(self) -> int | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tritoncp.masks.visible_keys import count_visible_keys
 from tritoncp.planning.costs import traffic
 from tritoncp.planning.costs.hardware import Hardware
 from tritoncp.planning.costs.layer import Shape
@@ -42,7 +43,7 @@ class Cost:
 def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     """Estimate the cost of every schedule for this plan's placement, cheapest first."""
     ranks = sample(plan.world_size)
-    pairs = _pairs(plan, ranks)
+    pairs = _pairs(plan, ranks, shape)
     estimates = [estimate(plan, ranks, pairs, shape, hardware) for estimate in (_ring, _fetch, _allgather)]
     if not shape.latent:  # a latent has no heads to exchange
         estimates.append(_ulysses(plan, shape, hardware))
@@ -56,13 +57,30 @@ def sample(world_size: int) -> list[int]:
     )
 
 
-def _pairs(plan: Plan, ranks: Sequence[int]) -> Tensor:
+def _pairs(plan: Plan, ranks: Sequence[int], shape: Shape) -> Tensor:
     """Count the pairs in listed blocks between these ranks' queries and each rank's keys, per head, averaged
-    over the batch rows of mask and placement: float64 [ranks, W]."""
+    over the batch rows of mask and placement: float64 [ranks, W]. Of a row, as many as the layer selects
+    count, evenly from all ranks."""
     queries = traffic.count_queries(plan.mask, plan.q, ranks)
-    return traffic.sum_by_owner(queries, plan.kv).double() / (
+    pairs = traffic.sum_by_owner(queries, plan.kv).double() / (
         max(queries.shape[1], plan.kv.batch) * plan.mask.H
     )
+    return pairs * _selected_share(plan, ranks, shape.selected) if shape.selected else pairs
+
+
+def _selected_share(plan: Plan, ranks: Sequence[int], selected: int) -> Tensor:
+    """Return the share of visible pairs that ``selected`` keys a query are, for the queries of each rank:
+    float64 [ranks, 1]."""
+    seen = count_visible_keys(plan.mask, plan.mask.B, plan.mask.H, plan.first_row).double().sum(1)
+    taken = seen.clamp(max=selected * plan.mask.H)
+    shares = []
+    for rank in ranks:
+        at = plan.q.positions(rank)
+        batch = max(len(at), len(seen))
+        index, valid = at.clamp(min=0).expand(batch, -1), at >= 0
+        sums = [float((x.expand(batch, -1).gather(1, index) * valid).sum()) for x in (taken, seen)]
+        shares.append([sums[0] / sums[1] if sums[1] else 1.0])
+    return torch.tensor(shares, dtype=torch.float64)
 
 
 def _seconds(shape: Shape, pairs: Tensor, hardware: Hardware) -> Tensor:
@@ -136,7 +154,7 @@ def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     rows, q_heads, kv_heads, summed = trade_heads(plan, shape)
     ranks = sample(rows.world_size)
     largest = replace(shape, heads=max(map(len, q_heads)), kv_heads=max(map(len, kv_heads)))
-    inner = _fetch(rows, ranks, _pairs(rows, ranks), largest, hardware)
+    inner = _fetch(rows, ranks, _pairs(rows, ranks, shape), largest, hardware)
     sent = (int(x.max()) / (hardware.bandwidth * hardware.scattered) for x in bytes_exchanged(plan, shape))
     starts = 3 * hardware.latency, (3 + summed) * hardware.latency  # wide dK and dV share no message with dQ
     forward, backward = (x + y + z for x, y, z in zip((inner.forward, inner.backward), sent, starts))

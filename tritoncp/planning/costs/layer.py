@@ -15,6 +15,8 @@ class Shape:
 
     latent: channels of a token that are sent in place of its keys and values, which each step expands
         (``flex_attention(..., expand=)``), of all heads of the latent; 0: keys and values are sent
+    selected: keys that a query selects at run time (``flex_attention(..., selected=)``), of those that the
+        mask shows; 0: all of these
     """
 
     batch: int = 1
@@ -24,6 +26,7 @@ class Shape:
     v_head_dim: int = 128
     itemsize: int = 2
     latent: int = 0
+    selected: int = 0
 
     @classmethod
     def of_layer(cls, plan: Plan, **sizes: int) -> Shape:
@@ -38,9 +41,9 @@ class Shape:
                 raise TypeError(f"a layer's shape has no {name!r}; pass {', '.join(names)}")
             if isinstance(size, bool) or not isinstance(size, int):
                 raise TypeError(f"{name} of a layer is a {type(size).__name__}; pass an int")
-            if size < (name != "latent"):
+            if size < (name not in ("latent", "selected")):
                 raise ValueError(f"{name}={size}: the sizes of a layer are at least 1")
-        shape = cls(**{"batch": plan.batch, **sizes})
+        shape = cls(**{"batch": plan.batch, "selected": plan.selected, **sizes})
         if shape.itemsize not in (1, 2, 4, 8):
             raise ValueError(f"itemsize={shape.itemsize}: numbers of a layer have 1, 2, 4 or 8 bytes")
         if plan.batch not in (1, shape.batch):

@@ -15,6 +15,8 @@ from tritoncp.planning.costs.layer import Shape
 if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan
 
+INDEX_BYTES = 4  # of a selected key
+
 
 def trade_heads(plan: Plan, shape: Shape) -> tuple[Plan, list[range], list[range], bool]:
     """Return the plan between rows of ranks that exchange sequence for heads, the query heads of each rank of
@@ -51,9 +53,13 @@ def bytes_exchanged(plan: Plan, shape: Shape) -> tuple[Tensor, Tensor]:
     queries, keys = (q_heads, plan.q.s_max), (kv_heads, plan.kv.s_max)
     item, wide, d, e = shape.itemsize, max(4, shape.itemsize), shape.head_dim, shape.v_head_dim
     both, grad = (d + e) * item, (d + e) * (wide if summed else item)
+    every = [range(1)] * len(q_heads)  # each rank of a row gets what the queries select
+    keys_of_queries = exchange(every, plan.q.s_max, shape.selected * INDEX_BYTES, 0)
     forward = exchange(*queries, d * item, e * item + wide) + exchange(*keys, both, 0)  # back: out and lse
+    forward = forward + keys_of_queries
     # To heads also dout, lse and delta.
-    return forward, exchange(*queries, both + 2 * wide, d * item) + exchange(*keys, both, grad)
+    backward = exchange(*queries, both + 2 * wide, d * item) + exchange(*keys, both, grad)
+    return forward, backward + keys_of_queries
 
 
 def elements_sent(plan: Plan, schedule: str, shape: Shape) -> tuple[Tensor, Tensor]:
