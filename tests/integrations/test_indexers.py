@@ -3,6 +3,7 @@ select, without a tensor of all pairs."""
 
 from __future__ import annotations
 
+import copy
 import sys
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.integrations import families
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers import attention, shard_batch
+from tritoncp.integrations.transformers.indexers.layers import SELECTOR, KeySelector
 from tritoncp.integrations.transformers.indexers.pools import DocumentBlocks
 from tritoncp.integrations.transformers.indexers.scores import read_scores
 
@@ -166,6 +168,41 @@ def test_a_step_of_generation_is_that_of_eager_attention(family: str) -> None:
         results.append((first.logits, second.logits))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_selects_the_same_keys_again(reentrant: bool) -> None:
+    """A layer that reuses the keys of another gets them as an argument."""
+    batch, results = families.make_batch(True, ""), []
+    for checkpoints in (False, True):
+        model = build("glm_moe_dsa", "tritoncp")
+        if checkpoints:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        results.append(families.train(model, shard_batch(batch, model, BLOCK_SIZE=16)))
+    check_equal(results[1], results[0], 1e-12)
+
+
+def test_a_copy_of_a_model_selects_for_itself() -> None:
+    model = build("minimax_m3_vl_text", "tritoncp")
+    batch = families.make_batch(False, "")
+    expected = families.train(model, batch)
+    other = copy.deepcopy(model)
+    selectors = [x for part in other.modules() if isinstance(x := vars(part).get(SELECTOR), KeySelector)]
+    assert selectors and all(selector.attention in set(other.modules()) for selector in selectors)
+    assert all(selector.attend == selector.attention.forward for selector in selectors)
+    check_equal(families.train(other, batch), expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "qwen4_exp_text"])
+def test_padding_is_not_selected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"input_ids": families.make_batch(False, "")["input_ids"]}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1, :9] = 0
+    # Rows of padding have no number in float64: transformers' eager attention takes softmax in float32.
+    models = build(name, "eager").float(), build(name, "tritoncp").float()
+    expected = seen_by_transformers(models[0], batch, monkeypatch)
+    for one, other in zip(seen_here(models[1], batch, monkeypatch), expected, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1, :, 9:], other[1, :, 9:])
 
 
 @given(

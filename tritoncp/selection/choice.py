@@ -78,7 +78,8 @@ def choose(
                 pairs,
                 b,
             )
-            chosen[b, :, part] = tile.choose(key[b])[:, : part.stop - first]
+            with torch.no_grad(), torch.autocast(query.device.type, enabled=False):  # float32 scores
+                chosen[b, :, part] = tile.choose(key[b])[:, : part.stop - first]
     return chosen
 
 

@@ -173,7 +173,7 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
-def _selection(module: nn.Module, indices: Tensor | Selection | None) -> Selection | None:
+def _selection(module: Any, indices: Tensor | Selection | None) -> Selection | None:
     """Return the selected keys of a call. indices: a tensor of keys [B, S, n], or of blocks
     [B, heads, S, n]"""
     if not isinstance(indices, Tensor):

@@ -181,6 +181,8 @@ def why_no_trees(config: PreTrainedConfig, model: nn.Module | None) -> str:
         return f"{name} have layers that read the tokens of a row in their order"
     if getattr(text, "attention_chunk_size", None):
         return f"{name} attend within chunks of a row"
+    if "minimax_m3_sparse" in _layer_types(text):
+        return f"{name} select blocks of a row"
     if not takes_positions(text, model) or position_axes(text) > 1:
         return f"{name} have no argument position_ids [B, S]"
     return ""

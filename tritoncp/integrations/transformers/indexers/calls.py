@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from tritoncp.api.reshard import unshard
 from tritoncp.integrations.transformers.graph import checked_plan
-from tritoncp.integrations.transformers.masks import ModelMask, create_mask, mask_of_call
+from tritoncp.integrations.transformers.masks import ModelMask, create_mask, default_mask, mask_of_call
 from tritoncp.integrations.transformers.whole_sequences import plan_of_call
-from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.varlen import Documents
@@ -80,7 +79,8 @@ def read_call(module: nn.Module, kwargs: dict[str, Any]) -> LayerCall | None:
     if batch is not None:
         plan = checked_plan(batch, None if is_padding else mask, kwargs.get("position_ids"))
         return LayerCall(plan, batch.mesh, batch.documents, batch.attention_mask)
-    if is_padding and kwargs.get("past_key_values", kwargs.get("cache")) is None:
+    has_cache = any(kwargs.get(name) is not None for name in ("past_key_values", "cache"))
+    if isinstance(mask, Tensor) and is_padding and not has_cache:
         rows, length = mask.shape
         mask = create_mask(rows, length, length, attention_mask=mask)
     if not isinstance(mask, ModelMask):
@@ -89,7 +89,7 @@ def read_call(module: nn.Module, kwargs: dict[str, Any]) -> LayerCall | None:
     cu = kwargs.get("cu_seq_lens_q")
     if cu is None:
         return LayerCall(mask.block_mask, None, documents, mask.attention_mask)
-    mod = mask_of_call(mask, causal(), cu, kwargs.get("cu_seq_lens_k"))
+    mod = mask_of_call(mask, default_mask(True, None), cu, kwargs.get("cu_seq_lens_k"))
     assert isinstance(mod, MaskMod)
     documents = Documents.of("cu_seq_lens_q", cu, cu, mask.q_len).of_rows()[0][None].to(cu.device)
     return LayerCall(create_block_mask(mod, None, None, mask.q_len, mask.kv_len), None, documents)

@@ -21,13 +21,17 @@ from tritoncp.integrations.transformers.model_classes import attention_with_inde
 from tritoncp.selection import Selection
 from tritoncp.selection.choice import KeyChoice
 
-SELECTOR = "_tritoncp_key_selector"  # attribute of attention modules that have one
+SELECTOR = "_tritoncp_key_selector"  # attribute of attention modules, and of models that are prepared
 
 
 def select_by_tiles(model: nn.Module) -> None:
     """Let the attention layers of a model with indexers choose keys by tiles. A second call has no effect."""
+    if SELECTOR in vars(model):
+        return
+    setattr(model, SELECTOR, True)
+    attention: Any
     for attention in attention_with_indexers(model):
-        if SELECTOR in vars(attention):
+        if SELECTOR in vars(attention):  # of a part of the model that was prepared before
             continue
         selector = KeySelector(attention, attention.forward)
         setattr(attention, SELECTOR, selector)
@@ -48,13 +52,14 @@ class KeySelector:
     call:    the running call of the layer; None: the indexer's own code serves it
     """
 
-    attention: nn.Module
+    attention: Any
     forward: Callable[..., Any]
     own: Callable[..., Any] | None = None
     call: LayerCall | None = None
 
+    @torch.compiler.disable
     def attend(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the attention layer."""
+        """Run the attention layer, between compiled graphs."""
         self.call = read_call(self.attention, kwargs)
         try:
             return self.forward(*args, **kwargs)
@@ -71,11 +76,9 @@ class KeySelector:
             return self._means(*args, **kwargs)
         if hasattr(indexer, "index_kpool"):
             return self._weighted_pools(*args, **kwargs)
-        return (
-            self._blocks(*args, **kwargs)
-            if hasattr(indexer, "topk_blocks")
-            else self._tokens(*args, **kwargs)
-        )
+        if hasattr(indexer, "topk_blocks"):
+            return self._blocks(*args, **kwargs)
+        return self._tokens(*args, **kwargs)
 
     def with_mask(self, topk_indices: Any, query_states: Tensor, kv_length: int) -> Any:
         """Return the mask of a layer that makes it from the keys of its indexer."""
