@@ -1,7 +1,8 @@
-"""`python docs/gallery.py`: the pictures of docs/masks.md and docs/schedules.md.
+"""`python docs/gallery.py`: the pictures of docs/masks.md, docs/schedules.md and docs/selected_keys.md.
 
 A Python block of a page that an image follows is the source of that image: it defines `mask_mod`,
-`score_mod`, `options` (arguments of flex_attention) or `plan`. The other blocks run before it, in order.
+`score_mod`, `options` (arguments of flex_attention), `selected` and its `plan`, or `plan` alone. The other
+blocks run before it, in order.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.mask import create_block_mask
 from tritoncp.masks.runs.block_runs import Kind
 from tritoncp.planning.plan import Plan
+from tritoncp.selection import Selection
 
 Mod = Callable[..., Tensor]
 Size = tuple[int, int, int]  # batch rows, heads, tokens
@@ -32,11 +34,11 @@ HIDDEN, IN_MASKED_BLOCK, IN_FULL_BLOCK = "#e2e6ec", "#4477aa", "#08306b"
 LOWER = ("#d9e6f2", "#a6c8e4", "#5f9fce", "#2b73b3", "#08306b")  # from little to much below 0
 HIGHER = ("#fbe3d6", "#f7b799", "#e17860", "#b8222f", "#67001f")
 INK = "#495057"
-PAGES = (Path("docs/masks.md"), Path("docs/schedules.md"))
+PAGES = (Path("docs/masks.md"), Path("docs/schedules.md"), Path("docs/selected_keys.md"))
 FENCE = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n!\[[^\]]*\]\((?P<picture>[^)]+\.svg)\))?", re.M | re.S
 )
-RESULTS = ("mask_mod", "score_mod", "options", "plan")
+RESULTS = ("mask_mod", "score_mod", "options", "selected", "plan")
 
 
 # -- pages ---------------------------------------------------------------------------------------------------
@@ -91,6 +93,8 @@ def run_blocks(page: Path) -> Iterator[Entry]:
 def list_panels(entry: Entry) -> list[Panel]:
     """List the panels of the picture of an entry."""
     names = entry.names
+    if "selected" in names:
+        return of_selection(names["selected"], names["plan"])
     if "plan" in names:
         return of_plan(names["plan"])
     mask_mod, score_mod, options = map(names.get, ("mask_mod", "score_mod", "options"))
@@ -157,11 +161,7 @@ def of_sinks(size: Size, sinks: Tensor) -> list[Panel]:
 def of_plan(plan: Plan) -> list[Panel]:
     """Show the listed blocks in the colours of the ranks that compute them, the work of each rank, and how
     many keys each rank reads of each other one."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    paint = colormaps["tab10" if plan.world_size <= 10 else "tab20"]
-    ranks = [to_hex(paint(rank % paint.N)) for rank in range(plan.world_size)]
+    ranks = colours_of_ranks(plan)
     kinds = plan.mask.runs.to_kinds()[0, 0]
     listed = (kinds == Kind.FULL) | (kinds == Kind.BOUNDED) | (kinds == Kind.MASKED)
     blocks = torch.where(listed, plan.owners[0][:, None].expand(kinds.shape), -1)
@@ -173,6 +173,33 @@ def of_plan(plan: Plan) -> list[Panel]:
         Panel(work, f"work: most {float(work.max() / work.mean()):.2f} of the mean", ranks),
         Panel(level, "keys: reader down, owner across", LOWER),
     ]
+
+
+def of_selection(selected: Selection, plan: Plan) -> list[Panel]:
+    """Show the pairs that the first head sees, in the colours of the queries' ranks, and for each rank the
+    selected keys in the colours of the ranks that own them, those of its own in grey.
+
+    selected: keys or blocks of all queries, in the order of the sequence
+    """
+    ranks, length = colours_of_ranks(plan), plan.kv.length
+    shown = (selected.to_dense(length) & plan.mask.to_dense()[..., :length, :length])[0]
+    owner = plan.owners[0].repeat_interleave(plan.mask.q_block)[:length]
+    needed = torch.stack([shown[:, owner == rank].any(0).any(0) for rank in range(plan.world_size)])
+    own = owner == torch.arange(plan.world_size)[:, None]
+    keys = torch.where(needed, torch.where(own, len(ranks), owner), -1)
+    part = float((needed & ~own).sum() / (~own).sum())
+    return [
+        Panel(torch.where(shown[0], owner[:, None], -1), "queries down, keys across", ranks),
+        Panel(keys, f"ranks down: {part:.0%} of others' keys", (*ranks, HIDDEN)),
+    ]
+
+
+def colours_of_ranks(plan: Plan) -> list[str]:
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    paint = colormaps["tab10" if plan.world_size <= 10 else "tab20"]
+    return [to_hex(paint(rank % paint.N)) for rank in range(plan.world_size)]
 
 
 def evaluate(size: Size, mod: Mod, *score: Tensor) -> Tensor:
@@ -255,7 +282,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("pages", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(pages: tuple[Path, ...]) -> None:
-    """Draw the pictures of PAGES (docs/masks.md and docs/schedules.md) from the Python blocks above them."""
+    """Draw the pictures of PAGES (all pages with pictures) from the Python blocks above them."""
     for page in pages or PAGES:
         if not page.is_file():
             raise click.UsageError(f"{page} is not here: run the command in a checkout, or name pages")

@@ -21,7 +21,13 @@ from tritoncp.planning.costs import traffic
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = ("transformers", "torchtitan")  # prefixes of examples that tests/integrations runs
 EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if not p.stem.startswith(INTEGRATIONS)]
-RANKS = {"fsdp2_cp_tp": 8, "hybrid_layers": 3, "pack_and_train": 4}  # 2 for other examples
+RANKS = {  # 2 for other examples
+    "fsdp2_cp_tp": 8,
+    "hybrid_layers": 3,
+    "pack_and_train": 4,
+    "sparse_attention": 4,
+    "block_selection": 4,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +52,8 @@ def check_close(actual: list[Tensor], expected: list[Tensor], limit: float = 3e-
         "hybrid_window_full",
         "hybrid_layers",
         "latent_attention",
+        "sparse_attention",
+        "block_selection",
         "custom_balancer",
         "varlen_thd",
         "fsdp2_cp_tp",
@@ -65,6 +73,24 @@ def test_the_latent_of_deepseek_v2_lite_has_a_ninth_of_the_bytes() -> None:
     example = import_module("latent_attention")
     latent, keys = example.bytes_sent(4096, 8, **example.layer_sizes(16, 128, 64, 128, 512))
     assert latent * 5120 == keys * 576
+
+
+@pytest.mark.parametrize(("name", "every"), [("sparse_attention", 512), ("block_selection", 16)])
+def test_a_comparison_is_printed_and_the_choice_of_keys_matters(
+    name: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = import_module(name)
+    first, second = ranks.run_program(
+        2, ROOT / f"examples/{name}.py", lambda variables, output: output.splitlines()
+    )
+    losses, difference, own = first
+    alone = float(losses.partition("one process: [")[2].partition(",")[0])
+    assert losses.startswith("2 ranks: losses [") and own.startswith("rank 0: losses [")
+    assert float(difference.removeprefix("gradients differ by ").split()[0]) < 3e-6
+    assert len(second) == 1
+    kept = example.train(steps=1)[0][0]
+    monkeypatch.setattr(example, "KEPT", every)
+    assert alone == pytest.approx(kept) != pytest.approx(example.train(steps=1)[0][0])
 
 
 def test_a_custom_balancer_gives_a_fast_rank_more_work() -> None:

@@ -48,7 +48,7 @@ ELSEWHERE = {
 PAGES = ["../README.md", *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))]
 PICTURES = {
     block.picture: page
-    for page in ("masks.md", "schedules.md")
+    for page in ("masks.md", "schedules.md", "selected_keys.md")
     for block in gallery.read_blocks((DOCS / page).read_text())
     if block.picture is not None
 }
@@ -296,7 +296,7 @@ def test_a_picture_is_that_of_the_block_above_it(picture: str, entries: dict[str
 
 
 def test_pictures_are_small_and_each_is_shown() -> None:
-    files = [path for folder in ("masks", "schedules") for path in (DOCS / folder).iterdir()]
+    files = [path for folder in ("masks", "schedules", "selected") for path in (DOCS / folder).iterdir()]
     assert {path.relative_to(DOCS).as_posix() for path in files} == PICTURES.keys()
     assert sum(path.stat().st_size for path in files) < 300_000
 

@@ -78,7 +78,8 @@ def choose(
                 pairs,
                 b,
             )
-            chosen[b, :, part] = tile.choose(key[b])[:, : part.stop - first]
+            with torch.no_grad(), torch.autocast(query.device.type, enabled=False):  # float32 scores
+                chosen[b, :, part] = tile.choose(key[b])[:, : part.stop - first]
     return chosen
 
 
@@ -104,7 +105,7 @@ class _RowTile:
 
     def choose(self, key: Tensor) -> Tensor:
         """Return the chosen ones of each query: int32 [Hs, ROWS, top]. key: [1 or Hi, keys or means, D]"""
-        size, kv_len = self.choice.block_size, self.pairs.mask.kv_len
+        size, kv_len = self.choice.block_size, self.pairs.kv_len
         count = -(-kv_len // size)
         shares = 1 if self.weights is not None else len(self.query)
         best = self.positions.new_full((shares, ROWS, self.choice.top), NONE)
@@ -130,10 +131,10 @@ class _RowTile:
         """Return which keys of some keys or blocks are visible: bool [1 or H, ROWS, keys]."""
         size = self.choice.block_size
         keys = (numbers[:, None] * size + torch.arange(size, device=numbers.device)).flatten()
-        inside = keys < self.pairs.mask.kv_len
+        inside = keys < self.pairs.kv_len
         heads = torch.arange(len(self.query), device=numbers.device)
         rows = self.positions.clamp(min=0)[None]
-        shown = self.pairs(self.batch, heads, rows, keys.clamp(max=self.pairs.mask.kv_len - 1)[None])[0]
+        shown = self.pairs(self.batch, heads, rows, keys.clamp(max=self.pairs.kv_len - 1)[None])[0]
         return shown & inside & (self.positions >= 0)[:, None]
 
     def _scores(self, key: Tensor, start: int, count: int, shown: Tensor) -> Tensor:

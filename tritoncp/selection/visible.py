@@ -31,6 +31,11 @@ class VisiblePairs:
     first_row: int = 0
     device: torch.device = CPU
 
+    @property
+    def kv_len(self) -> int:
+        """Number of keys."""
+        return self.mask.kv_len
+
     @cached_property
     def kinds(self) -> Tensor:
         """Kind of each block, uint8 [Bm, Hm, rows, columns], ABSENT for one that is not listed."""

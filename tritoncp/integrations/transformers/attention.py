@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tritoncp.api.attention import flex_attention
@@ -23,16 +22,19 @@ from tritoncp.integrations.transformers.graph import (
     mask_mod_in_graph,
     plan_in_graph,
 )
-from tritoncp.integrations.transformers.masks import ModelMask, create_mask
+from tritoncp.integrations.transformers.masks import (
+    MaskWithKeys,
+    ModelMask,
+    check_dense,
+    create_mask,
+    default_mask,
+    mask_of_call,
+)
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.integrations.transformers.positions import refuse_local_positions
 from tritoncp.integrations.transformers.whole_sequences import plan_of_call
-from tritoncp.masks.closed_forms import SlidingWindow
-from tritoncp.masks.mask import Mask
-from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod, and_masks
 from tritoncp.masks.named import softcap as softcap_mod
-from tritoncp.masks.varlen import varlen
-from tritoncp.planning.plan import Plan
+from tritoncp.selection import Selection
 
 # Modules with a dict from names of implementations to classes of attention, in some release of transformers.
 TABLES = (
@@ -91,14 +93,16 @@ def attention_forward(
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, is_causal: bool | None = None,
     sliding_window: int | None = None, position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    sinks: Any = None, indices: Tensor | None = None, context_parallel: ContextParallelPlan | None = None,
-    kernel_options: dict[str, Any] | None = None, **kwargs: Any,
+    sinks: Any = None, indices: Tensor | Selection | None = None, block_indices: Any = None,
+    context_parallel: ContextParallelPlan | None = None, kernel_options: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute attention with the signature of transformers' attention interface.
 
     query: [B, Hq, S, D]; key: [B, Hkv, S_kv, D]; value: [B, Hkv, S_kv, E]. attention_mask: from
     :func:`tritoncp.integrations.transformers.masks.create_mask`, or dense [B or 1, 1 or Hq, S, S_kv]: bool,
-    or float, added to the scores. s_aux: [Hq], sinks. indices: [B, S, n], the keys that each query may see.
+    or float, added to the scores. s_aux: [Hq], sinks. indices: the keys that each query may see, [B, S, n] or
+    the Selection of an indexer; block_indices: the same, or blocks [B, heads, S, n] of module.indexer.
     context_parallel: from :func:`shard_batch`; then tensors are shards. Other keyword arguments, which models
     pass to every implementation, are ignored. Returns (out [B, S, Hq, E], None).
     """
@@ -113,10 +117,12 @@ def attention_forward(
             'attn_implementation="sdpa", on one process'
         )
     mesh, bias = None, position_bias
-    if indices is not None:
-        hidden = query.new_full((len(query), 1, query.shape[2], key.shape[2]), -torch.inf)
-        selected = hidden.scatter(-1, indices.long()[:, None], 0.0)
-        bias = selected if bias is None else bias + selected
+    if isinstance(attention_mask, MaskWithKeys):
+        attention_mask, indices = attention_mask
+    selected = _selection(module, indices if block_indices is None else block_indices)
+    if selected is not None and isinstance(attention_mask, Tensor):  # a step of generation
+        hidden = _hide_others(selected, query, key.shape[2])
+        bias, selected = hidden if bias is None else bias + hidden, None
     if sinks is not None:
         raise ValueError(
             "sinks depend on the query, and only one sink per head is supported: load this model with "
@@ -125,7 +131,7 @@ def attention_forward(
     pairs = query.shape[2], key.shape[2]
     context_parallel = context_parallel or plan_of_call(module)
     if context_parallel is not None:
-        if bias is not None:
+        if bias is not None or isinstance(indices, Tensor):
             raise ValueError(
                 "position_bias or indices are computed from the tokens of a shard alone: run this model on "
                 "whole sequences, without shard_batch"
@@ -141,9 +147,9 @@ def attention_forward(
             bias = attention_mask if bias is None else bias + attention_mask
             attention_mask, is_causal, sliding_window = None, False, None
         refuse_local_positions(attention_mask, position_ids, query.shape[2] == key.shape[2])
-        if query.shape[2] == 1 and bias is None:
+        if query.shape[2] == 1 and bias is None and selected is None:
             if attention_mask is not None:
-                _check_dense(attention_mask)
+                check_dense(attention_mask)
             return _attend_one_query(module, query, key, value, attention_mask, scaling, softcap, s_aux), None
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
@@ -152,16 +158,36 @@ def attention_forward(
                 f"attention_mask is for {attention_mask.kv_len} keys, the call has {key.shape[2]}: this "
                 'model adds keys of its own; load it with attn_implementation="eager", on one process'
             )
-        default = _default_mask(is_causal and query.shape[2] > 1, sliding_window)
-        mask = _mask_of(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
+        default = default_mask(is_causal and query.shape[2] > 1, sliding_window)
+        if cu_seq_lens_q is None and torch.compiler.is_dynamo_compiling() and has_handle(attention_mask):
+            mask = mask_mod_in_graph(attention_mask)
+        else:
+            mask = mask_of_call(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
     score_mod = None if softcap is None else _softcap(softcap)
     if bias is not None:
         score_mod = _add_bias(bias.expand(-1, -1, *pairs), score_mod)
     out = flex_attention(
         query, key, value, score_mod, mask, scaling, enable_gqa=True, kernel_options=kernel_options,
-        mesh=mesh, sinks=s_aux,
+        mesh=mesh, sinks=s_aux, selected=selected,
     )  # fmt: skip
     return out.transpose(1, 2), None
+
+
+def _selection(module: Any, indices: Tensor | Selection | None) -> Selection | None:
+    """Return the selected keys of a call. indices: a tensor of keys [B, S, n], or of blocks
+    [B, heads, S, n]"""
+    if not isinstance(indices, Tensor):
+        return indices
+    if indices.ndim == 3:
+        return Selection(indices[:, None])
+    return Selection(indices, module.indexer.block_size)
+
+
+def _hide_others(selected: Selection, query: Tensor, keys: int) -> Tensor:
+    """Return scores to add, [B, Hq, S, keys]: -inf for keys that are not selected, else 0."""
+    hidden = ~selected.to_dense(keys)
+    hidden = hidden.repeat_interleave(query.shape[1] // hidden.shape[1], 1)
+    return query.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 
 
 _softcap = cache(softcap_mod)  # the same function for each cap
@@ -182,50 +208,6 @@ def _add_bias(bias: Tensor, inner: Callable[..., Tensor] | None) -> Callable[...
     return add
 
 
-def _default_mask(is_causal: bool, window: int | None) -> SlidingWindow:
-    """Return the mask of a module for calls without one. window: as in transformers, including the query"""
-    left = UNBOUNDED if window is None else window - 1
-    return SlidingWindow(left, 0 if is_causal else left)
-
-
-def _mask_of(
-    attention_mask: Any, default: SlidingWindow, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None
-) -> Any:
-    """Return the mask of a call without a plan."""
-    if cu_seq_lens_q is not None:
-        return _packed_mask(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
-    if isinstance(attention_mask, ModelMask):
-        in_graph = torch.compiler.is_dynamo_compiling() and has_handle(attention_mask)
-        return mask_mod_in_graph(attention_mask) if in_graph else attention_mask.mask_mod
-    if attention_mask is None:
-        return default
-    if isinstance(attention_mask, Mask | MaskMod | BlockMask | Plan):
-        return attention_mask
-    _check_dense(attention_mask)
-    dense = attention_mask
-    rows, heads = dense.shape[:2]
-
-    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return dense[b if rows > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
-
-    return and_masks(visible)
-
-
-def _packed_mask(mask: Any, default: SlidingWindow, cu_q: Tensor, cu_k: Tensor | None) -> MaskMod:
-    """Return the mask of packed documents from flash attention's ``cu_seq_lens`` arguments."""
-    left, right = default.window
-    if isinstance(mask, ModelMask):
-        if mask.pattern is None or mask.pattern.chunk or mask.padding is not None or mask.batch != 1:
-            raise ValueError(
-                "cu_seq_lens_q needs one row of packed documents without padding, chunks or a custom mask "
-                "function: pass position_ids that restart at each document instead"
-            )
-        left, right = mask.pattern.window
-    elif mask is not None:
-        raise ValueError("cu_seq_lens_q and attention_mask in one call: pass one of them")
-    return varlen(cu_q, cu_k, causal=False, window=(left, right))
-
-
 def _attend_one_query(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None,
     scaling: float | None, softcap: float | None, sinks: Tensor | None,
@@ -241,13 +223,3 @@ def _attend_one_query(
     eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
     out: Tensor = eager(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=sinks)[0]
     return out
-
-
-def _check_dense(mask: Any) -> None:
-    """Raise ValueError unless a mask is a dense bool mask."""
-    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.dtype != torch.bool:
-        kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"attention_mask is {kind}; a padding mask [batch, tokens], a bool or float mask [batch, 1, "
-            "queries, keys], or a mask of tritoncp is needed"
-        )

@@ -13,12 +13,12 @@ from tritoncp.api.trees import PackedTree
 from tritoncp.integrations.transformers.attention import is_registered
 from tritoncp.integrations.transformers.calls import refuse_arguments
 from tritoncp.integrations.transformers.model_classes import (
-    SPARSE_LAYERS,
+    COMPRESSED_LAYERS,
     adds_features_to_layers,
     computes_attention_itself,
     counts_positions_of_images,
+    has_compressed_keys,
     has_custom_loss,
-    has_sparse_layers,
     is_recurrent,
     may_be_recurrent,
     may_convolve,
@@ -70,11 +70,11 @@ def check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTraine
             f"models of {type(config).__name__} group tokens into patches by a model that needs the whole "
             "sequence: run them on whole sequences, without shard_batch"
         )
-    if has_sparse_layers(text):
+    if has_compressed_keys(text):
         raise ValueError(
-            f"layers of {type(text).__name__} select keys by scores over the whole sequence "
-            f"({', '.join(sorted(SPARSE_LAYERS.intersection(text.layer_types)))}); a rank would select "
-            "within its shard: run the model on whole sequences, without shard_batch"
+            f"layers of {type(text).__name__} attend to keys that each are made of several tokens, which may "
+            f"be on several ranks ({', '.join(sorted(COMPRESSED_LAYERS.intersection(text.layer_types)))}): "
+            "run the model on whole sequences, without shard_batch"
         )
     own = {"sliding_window", "attention_chunk_size"}.intersection(
         getattr(text, "per_layer_attributes", None) or ()
@@ -181,6 +181,8 @@ def why_no_trees(config: PreTrainedConfig, model: nn.Module | None) -> str:
         return f"{name} have layers that read the tokens of a row in their order"
     if getattr(text, "attention_chunk_size", None):
         return f"{name} attend within chunks of a row"
+    if "minimax_m3_sparse" in _layer_types(text):
+        return f"{name} select blocks of a row"
     if not takes_positions(text, model) or position_axes(text) > 1:
         return f"{name} have no argument position_ids [B, S]"
     return ""

@@ -1,4 +1,5 @@
-"""Checks of calls of models on several ranks: of arguments besides a plan, and of tokens without their plan.
+"""Calls of models: indexers are prepared, and on several ranks arguments besides a plan and tokens without
+their plan are checked.
 
 Attention sees neither the labels of a call nor its tokens, and transformers has no hook for the calls of all
 models: :func:`watch_calls` wraps ``PreTrainedModel.__call__``.
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from tritoncp.integrations.transformers.model_classes import argument_names, has_custom_loss
+from tritoncp.integrations.transformers.indexers.layers import select_by_tiles
+from tritoncp.integrations.transformers.model_classes import argument_names, has_custom_loss, has_indexers
 from tritoncp.integrations.transformers.plans import OWN_LOSS, ContextParallelPlan
 from tritoncp.integrations.transformers.positions import NO_PLAN
 
@@ -49,6 +51,8 @@ def note_shard(tokens: Tensor) -> None:
 
 def _checked_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Call a model, as nn.Module does, between checks."""
+    if has_indexers(model.config) and model.config._attn_implementation in _NAMES:
+        _prepare(model)
     is_watched = dist.is_available() and dist.is_initialized()
     if torch.compiler.is_compiling():
         has_plan = kwargs.get("context_parallel") is not None
@@ -61,6 +65,9 @@ def _checked_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         _end()
     _check_reached(kwargs)
     return out
+
+
+_prepare = torch.compiler.disable(select_by_tiles)
 
 
 @torch.compiler.disable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,18 @@ from transformers import masking_utils
 from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.records import fields_of, record, replace
 from tritoncp.integrations.transformers.mask_functions import Pattern, read_pattern
-from tritoncp.integrations.transformers.model_classes import computes_attention_itself, has_sparse_layers
+from tritoncp.integrations.transformers.model_classes import (
+    computes_attention_itself,
+    has_compressed_keys,
+    has_indexers,
+)
 from tritoncp.masks.block_mask_interface import BlockMaskInterface
-from tritoncp.masks.closed_forms import PartOfMask, document
-from tritoncp.masks.mask import Mask
-from tritoncp.masks.mask_mod import MaskMod, and_masks
+from tritoncp.masks.closed_forms import PartOfMask, SlidingWindow, document
+from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod, and_masks
+from tritoncp.masks.varlen import varlen
 from tritoncp.planning.plan import Plan
+from tritoncp.selection import Selection
 
 
 @record()
@@ -109,6 +115,13 @@ class ModelMask(BlockMaskInterface):
         return PartOfMask(mod, start=offset) if offset else mod
 
     @cached_property
+    def block_mask(self) -> Mask:
+        """The mask of the whole sequence, on one process."""
+        mod = self.mask_mod
+        rows = self.batch if mod.reads[0] else None
+        return create_block_mask(mod, rows, None, self.q_len, self.kv_len)
+
+    @cached_property
     def _offsets(self) -> tuple[int, int]:
         """Offsets of queries and keys as ints; tensors, as with a static cache, are read once."""
         return int(self.q_offset), int(self.kv_offset)
@@ -121,6 +134,26 @@ class ModelMask(BlockMaskInterface):
         if any(self._offsets):
             function = masking_utils.add_offsets_to_mask_function(function, *self._offsets)
         return and_masks(function)
+
+
+class IndexedMask(ModelMask):
+    """The mask of layers with an indexer, as many keys as queries. Code of these layers narrows it for the
+    indexer, and joins it with the selected keys."""
+
+    dtype = torch.bool
+
+    def __getitem__(self, index: Any) -> IndexedMask:
+        return self
+
+    def __and__(self, keys: Selection) -> MaskWithKeys:
+        return MaskWithKeys(self, keys)
+
+
+class MaskWithKeys(NamedTuple):
+    """A mask of a layer, and the keys that its indexer selected."""
+
+    mask: ModelMask | Mask | Plan
+    keys: Selection
 
 
 def create_mask(
@@ -138,10 +171,16 @@ def create_mask(
 
     attention_mask: bool [B, tokens], False at padding, or a complete mask, which is returned. Returns a
     :class:`ModelMask`; for a single query bool [B, 1, 1, kv_length], or None if it sees all keys; for models
-    that compute attention themselves or select keys, transformers' dense mask.
+    that compute attention themselves or add keys, and for steps of generation of models with an indexer,
+    transformers' dense mask.
     """
     config = options.get("config")
-    if config is not None and (computes_attention_itself(config) or has_sparse_layers(config)):
+    indexed = config is not None and has_indexers(config)
+    if config is not None and (
+        computes_attention_itself(config)
+        or has_compressed_keys(config)
+        or (indexed and not 1 < q_length == kv_length)
+    ):
         return masking_utils.eager_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
         )
@@ -152,7 +191,62 @@ def create_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
         )
     pattern = read_pattern(mask_function)
-    mask = ModelMask(
+    mask = (IndexedMask if indexed else ModelMask)(
         mask_function, pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask
     )
     return mask if torch.compiler.is_compiling() else mask.pinned()
+
+
+def default_mask(is_causal: bool, window: int | None) -> SlidingWindow:
+    """Return the mask of a module for calls without one. window: as in transformers, including the query"""
+    left = UNBOUNDED if window is None else window - 1
+    return SlidingWindow(left, 0 if is_causal else left)
+
+
+def mask_of_call(
+    attention_mask: Any, default: SlidingWindow, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None
+) -> Any:
+    """Return the mask of a call without a plan. attention_mask: what the layer got; default: without one"""
+    if cu_seq_lens_q is not None:
+        return _packed_mask(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
+    if isinstance(attention_mask, IndexedMask):
+        return attention_mask.block_mask
+    if isinstance(attention_mask, ModelMask):
+        return attention_mask.mask_mod
+    if attention_mask is None:
+        return default
+    if isinstance(attention_mask, Mask | MaskMod | BlockMask | Plan):
+        return attention_mask
+    check_dense(attention_mask)
+    dense = attention_mask
+    rows, heads = dense.shape[:2]
+
+    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return dense[b if rows > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
+
+    return and_masks(visible)
+
+
+def _packed_mask(mask: Any, default: SlidingWindow, cu_q: Tensor, cu_k: Tensor | None) -> MaskMod:
+    """Return the mask of packed documents from flash attention's ``cu_seq_lens`` arguments."""
+    left, right = default.window
+    if isinstance(mask, ModelMask):
+        if mask.pattern is None or mask.pattern.chunk or mask.padding is not None or mask.batch != 1:
+            raise ValueError(
+                "cu_seq_lens_q needs one row of packed documents without padding, chunks or a custom mask "
+                "function: pass position_ids that restart at each document instead"
+            )
+        left, right = mask.pattern.window
+    elif mask is not None:
+        raise ValueError("cu_seq_lens_q and attention_mask in one call: pass one of them")
+    return varlen(cu_q, cu_k, causal=False, window=(left, right))
+
+
+def check_dense(mask: Any) -> None:
+    """Raise ValueError unless a mask is a dense bool mask."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.dtype != torch.bool:
+        kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask is {kind}; a padding mask [batch, tokens], a bool or float mask [batch, 1, "
+            "queries, keys], or a mask of tritoncp is needed"
+        )

@@ -15,10 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the table in which models look up their attention
-# Kinds of layers that select keys themselves, in addition to the mask.
-SPARSE_LAYERS = frozenset(
-    ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
-)
+INDEXED_LAYERS = frozenset(("indexed_attention", "minimax_m3_sparse"))  # their indexer selects keys
+# Kinds of layers that attend to keys which each stand for several tokens, beside those of single tokens.
+COMPRESSED_LAYERS = frozenset(("compressed_sparse_attention", "heavily_compressed_attention"))
 RECURRENT_CACHES = ("cache_params", "state")  # cache arguments of recurrent modules
 CACHES = (*RECURRENT_CACHES, "past_key_values", "cache")  # cache arguments of all modules that mix tokens
 # Methods by which recurrent modules write their state to a cache: since 5.24 all caches are called `cache`.
@@ -57,9 +56,23 @@ def computes_attention_itself(config: PreTrainedConfig) -> bool:
     )
 
 
-def has_sparse_layers(config: PreTrainedConfig) -> bool:
-    """Return whether layers of a config select keys by scores, for which they need a dense mask."""
-    return not SPARSE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
+def has_indexers(config: PreTrainedConfig) -> bool:
+    """Return whether layers of a config select keys by scores of an indexer."""
+    return not INDEXED_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def has_compressed_keys(config: PreTrainedConfig) -> bool:
+    """Return whether layers of a config add keys that stand for several tokens, and need a dense mask."""
+    return not COMPRESSED_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def attention_with_indexers(model: nn.Module) -> list[nn.Module]:
+    """Return the attention modules of a model with an indexer, and those that reuse the keys of another."""
+    return [
+        part
+        for part in model.modules()
+        if hasattr(part, "indexer") and INTERFACE in _names_of_methods(type(part))
+    ]
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -260,9 +273,9 @@ def _parameters(cls: Any) -> frozenset[str]:
 
 def _computes_attention(cls: Any) -> bool:
     """Return whether a method of a class, or of a base below nn.Module, calls an attention function or
-    softmax."""
+    softmax, or selects keys by topk."""
     names = _names_of_methods(cls)
-    return INTERFACE in names or any("softmax" in name for name in names)
+    return INTERFACE in names or "topk" in names or any("softmax" in name for name in names)
 
 
 @_cached_by_class
