@@ -372,6 +372,7 @@ class Checkpointed(torch.nn.Module):
         return checkpoint(self.layer, *args, use_reentrant=False, context_fn=SAVE_ATTENTION)
 
 
+@pytest.mark.long
 def test_checkpointed_attention_runs_once_a_chunk(cpu_engine):
     run, graphs = Case(DENSE, "seq", 2, MASKS["causal"]()), []
 
