@@ -3,7 +3,7 @@ pairs of values, some of them only for ``make test-all``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -23,11 +23,12 @@ def few(share: int = 4) -> settings:
     return settings(max_examples=settings().max_examples // share)
 
 
-def by_turns(names: Iterable[Any], values: Sequence[Any]) -> list[Any]:
-    """Pair each name, or tuple of names, with one of the values in turn; all other pairs are marked long."""
+def by_turns(names: Iterable[Any], values: Sequence[Any], rare: Collection[Any] = ()) -> list[Any]:
+    """Pair each name, or tuple of names, with one of the values in turn; all other pairs are marked long, and
+    all pairs of ``rare`` names."""
     pairs = []
     for (i, name), value in product(enumerate(names), values):
         words = (*name, value) if isinstance(name, tuple) else (name, value)
-        marks = [pytest.mark.long] * (value != values[i % len(values)])
+        marks = [pytest.mark.long] * (value != values[i % len(values)] or name in rare)
         pairs.append(pytest.param(name, value, marks=marks, id="-".join(map(str, words))))
     return pairs

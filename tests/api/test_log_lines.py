@@ -120,6 +120,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.long
 def test_torch_logs_shows_the_lines_which_break_no_graph():
     run = python("-c", PROGRAM, TORCH_LOGS="+tritoncp", TRITON_INTERPRET="0")
     assert run.returncode == 0, run.stderr

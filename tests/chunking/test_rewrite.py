@@ -152,7 +152,6 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 CASES = [
-    (DENSE, "seq", 2, "plan", None, torch.bfloat16),
     (DENSE, "batch", 2, "batch rows", by_batch, torch.float32),
     (SORTED, "seq", 2, "documents", None, torch.float32),
 ]
@@ -264,7 +263,7 @@ class Columns(torch.nn.Module):
         return self.up(x)[..., 2:6]
 
 
-@pytest.mark.parametrize("dim", ["batch", "seq"])
+@pytest.mark.parametrize("dim", [pytest.param("batch", marks=pytest.mark.long), "seq"])
 def test_views_of_values_with_gaps_have_the_strides_of_their_chunks(dim):
     torch.manual_seed(0)
     layers = torch.nn.ModuleList([Columns(), Columns()])
@@ -373,6 +372,7 @@ class Checkpointed(torch.nn.Module):
         return checkpoint(self.layer, *args, use_reentrant=False, context_fn=SAVE_ATTENTION)
 
 
+@pytest.mark.long
 def test_checkpointed_attention_runs_once_a_chunk(cpu_engine):
     run, graphs = Case(DENSE, "seq", 2, MASKS["causal"]()), []
 

@@ -42,7 +42,9 @@ ONE_STEP = {
         CALL, length=37, kv_length=1, group=1, dims=(16, 1), dtype=F16, score="by row", block=4
     ),
     "few rows": replace(CALL, length=3, kv_length=300, group=4, mask=("prefix", 200)),
-    "split keys": replace(CALL, length=20, kv_length=300, mask=("everything", 0), options={"SPLIT_KV": 3}),
+    "split keys": replace(
+        CALL, length=20, kv_length=300, mask=("everything", 0), options={"SPLIT_KV": 3}, loss="forward"
+    ),
 }
 RANKS = {
     "ring": replace(CALL, world=2, schedule="ring", balancer="ptrr", block=64),
@@ -50,9 +52,10 @@ RANKS = {
         CALL, mask=ROWS.mask, batch=2, group=1, world=2, schedule="fetch", balancer="ptrr", block=64
     ),
 }
-# Each run has the calls whose kernels differ most; make test-all has all calls.
-FIRST = "causal", "everything", "documents", "no descriptors", "few rows", "split keys"
-SOME = [] if COMPILED == "sm_90" else [pytest.mark.long]  # ranks run on one architecture only
+# Each run has the calls whose kernels differ most, make test-all has all calls. Pointers in place of
+# descriptors are in test_launches.py.
+FIRST = "causal", "documents", "split keys"
+FIRST_RANKS = ("ring",) if COMPILED == "sm_90" else ()  # ranks run on one architecture only
 TRANSPOSED = {
     "fused": replace(CALL, options={"FUSED_BACKWARD": True}),
     "flip": replace(CALL, length=300, kv_length=300, group=1, options={"bwd_FLIP": True}),
@@ -62,7 +65,9 @@ GLUON = {
     "causal": replace(ROUTE, dims=(128, 128)),
     "whole tiles": replace(ROUTE, group=1, mask=("everything", 0), length=256, kv_length=1024),
     "once around its rings": replace(ROUTE, group=1, mask=("everything", 0), length=100, kv_length=700),
+    "full tiles, then masked ones": replace(ROUTE, group=1, mask=("prefix", 550), length=100, kv_length=600),
 }
+FIRST_GLUON = "full tiles, then masked ones"
 
 
 @pytest.mark.parametrize(
@@ -72,12 +77,16 @@ def test_call(name: str) -> None:
     check(ONE_STEP[name])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SOME) for name in RANKS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in FIRST_RANKS)) for name in RANKS]
+)
 def test_ranks(name: str) -> None:
     check(RANKS[name])
 
 
-@pytest.mark.parametrize("name", TRANSPOSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "flip")) for name in TRANSPOSED]
+)
 def test_transposed_products(name: str) -> None:
     """They are refused where GPUs are reported to compute them wrong."""
     with nullcontext() if fused_fault(COMPILED) is None else pytest.raises(ValueError, match="kernel option"):
@@ -92,9 +101,11 @@ def route_is_taken() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", GLUON)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != FIRST_GLUON)) for name in GLUON]
+)
 def test_gluon(name: str) -> None:
-    """Tiles of masked blocks, full ones around the rings, and full ones without a ragged end.
+    """Full tiles around the rings before masked ones, masked blocks alone, and full tiles alone.
 
     Its kernel is written for Hopper: other GPUs take the loops, and say so."""
     with route_is_taken() if COMPILED == "sm_90" else pytest.warns(RequestedRouteWarning, match="loops"):

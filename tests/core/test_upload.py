@@ -214,9 +214,8 @@ MASKS = {
     "bits": untranslatable,
 }
 CALLS = [
-    *[(schedule, "captures") for schedule in ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")],
-    ("fetch", "intervals"),
-    ("ring", "bits"),
+    *[("fetch", "captures"), ("fetch", "intervals"), ("ring", "bits"), ("ulysses+ring", "captures")],
+    *[pytest.param(one, "captures", marks=pytest.mark.long) for one in ("allgather", "ring", "ulysses")],
 ]
 
 

@@ -171,7 +171,10 @@ NUMBERS = {  # calls with a number n, and mods and masks that are made of it ins
 }
 
 
-@pytest.mark.parametrize(("name", "dynamic"), by_turns(NUMBERS, (None, True)))
+RARE = "scale", "softcap", "kernel option", "sliding_window"  # others have these numbers, and more
+
+
+@pytest.mark.parametrize(("name", "dynamic"), by_turns(NUMBERS, (None, True), RARE))
 def test_a_number_that_changes_compiles_at_most_twice(name, dynamic):
     """So many values do not reach Dynamo's limit of compilations."""
     takes_floats = name.startswith("s") and name != "sliding_window"

@@ -84,7 +84,9 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize(("name", "dynamic"), by_turns(COMBINED, (None, True)))
+@pytest.mark.parametrize(
+    ("name", "dynamic"), by_turns(COMBINED, (None, True), rare=("not", "a function first"))
+)
 def test_masks_combined_inside_are_in_the_graph(name, dynamic):
     combine = COMBINED[name]
 

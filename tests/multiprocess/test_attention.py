@@ -18,7 +18,11 @@ GRADS_CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # compared with float32, which round
 
 
 @pytest.mark.parametrize(
-    ("mask", "batch", "balancer"), [("causal", 1, "head_tail"), ("causal documents of rows", 2, "ptrr")]
+    ("mask", "batch", "balancer"),
+    [
+        ("causal", 1, "head_tail"),
+        pytest.param("causal documents of rows", 2, "ptrr", marks=pytest.mark.long),
+    ],
 )
 def test_interpreted_kernels_on_ranks_are_right_in_float32(mask: str, batch: int, balancer: str) -> None:
     """As in PyTorch's ``test/distributed/tensor/test_attention.py``: heads of 32, out and lse within

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -81,8 +80,9 @@ def run_fsdp(group: Any) -> Any:
     return counted_step(model, x), counted_step(eager, x), [report.live_outs for report in reports]
 
 
+@pytest.mark.long
 def test_fsdp2_gathers_parameters_once_for_all_chunks():
-    for (got, sent), (want, sent_eagerly), joined in run_on_two_ranks()["fsdp"]:
+    for (got, sent), (want, sent_eagerly), joined in ranks.run(2, run_fsdp):
         assert all(map(torch.equal, got, want))
         assert sent == sent_eagerly and sent["c10d::_allgather_base_"] > 0
         assert joined == [{"cat": 2, "sum": 2}]
@@ -121,14 +121,10 @@ def run_sequence_parallel(group: Any, dim: str, chunks: int) -> Any:
     return got, want
 
 
-@pytest.mark.parametrize(
-    ("dim", "chunks"),
-    [("seq", 2), *(pytest.param(dim, 3, marks=pytest.mark.long) for dim in ("batch", "seq"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("dim", "chunks"), [("seq", 2), ("batch", 3), ("seq", 3)])
 def test_chunks_of_sequence_parallel_layers_gather_their_rows(dim, chunks):
-    few = chunks == 2
-    results = run_on_two_ranks()["seq"] if few else ranks.run(2, run_sequence_parallel, dim, chunks)
-    for got, want in results:
+    for got, want in ranks.run(2, run_sequence_parallel, dim, chunks):
         assert all(map(torch.equal, got, want)) and len(got) == 6
 
 
@@ -146,13 +142,4 @@ def run_gathered_attention(group: Any) -> str:
 
 
 def test_gathers_of_rows_for_attention_are_refused_by_sequence():
-    assert all("node all_gather_into_tensor" in said for said in run_on_two_ranks()["gathered"])
-
-
-@cache
-def run_on_two_ranks() -> dict[str, Any]:
-    """Return the results of both ranks for tests that are not long, from one start of ranks."""
-    in_sequence = partial(run_sequence_parallel, dim="seq", chunks=2)
-    parts = {"fsdp": run_fsdp, "seq": in_sequence, "gathered": run_gathered_attention}
-    results = ranks.run(2, lambda group: [part(group) for part in parts.values()])
-    return dict(zip(parts, zip(*results), strict=True))
+    assert all("node all_gather_into_tensor" in said for said in ranks.run(2, run_gathered_attention))

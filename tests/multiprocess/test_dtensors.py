@@ -105,7 +105,8 @@ def with_shard(mesh, places, call, plan, context):
     return results + parts[2:]
 
 
-def every_way(group, compiled):
+def every_way(group, compiled, all_pairs):
+    """Return the results of DTensors by way and place: of all pairs, or each place with one way to shard."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     tp, cp = mesh["tp"], mesh["cp"]
     call = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
@@ -118,16 +119,24 @@ def every_way(group, compiled):
         results["sequence and", name] = without_shard(mesh, (Shard(2), place), call, natural, cp)
         if compiled:
             continue
-        results["ordered", name] = with_shard(tp, (place,), call, ordered, cp)
-        results["ordered, over both", name] = with_shard(mesh, (Replicate(), place), call, ordered, cp)
-        results["natural, over both", name] = with_shard(mesh, (Shard(2), place), call, natural, cp)
+        ways = {
+            "ordered": (tp, (place,), call, ordered, cp),
+            "ordered, over both": (mesh, (Replicate(), place), call, ordered, cp),
+            "natural, over both": (mesh, (Shard(2), place), call, natural, cp),
+        }
+        turn = [*OVER_TP].index(name)
+        for way in ways if all_pairs else [[*ways][turn]]:
+            results[way, name] = with_shard(*ways[way])
     return results
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_dtensors_give_the_attention_of_the_whole_tensors(compiled):
+@pytest.mark.parametrize(
+    ("compiled", "all_pairs"),
+    [(False, False), *(pytest.param(x, True, marks=pytest.mark.long) for x in (False, True))],
+)
+def test_dtensors_give_the_attention_of_the_whole_tensors(compiled, all_pairs):
     want = expected()
-    for results in ranks.run(4, every_way, compiled):
+    for results in ranks.run(4, every_way, compiled, all_pairs):
         for way, got in results.items():
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-8, msg=str(way))
