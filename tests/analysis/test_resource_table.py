@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from tests.command_process import ROOT
 from tritoncp.analysis import resource_table
 from tritoncp.cli import main
+from tritoncp.core.versions import minor_of
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.measured_tiles import tile_tables
 
@@ -77,6 +78,19 @@ def test_writing_rows_keeps_all_other_rows(tmp_path) -> None:
     assert list(resource_table.read_table(path).items()) == list(expected.items())
 
 
+def test_spills_of_other_versions_of_triton_are_of_shipped_kernels_and_stay(tmp_path) -> None:
+    table = json.loads(resource_table.TABLE.read_text())
+    for version, spills in table["spills"].items():
+        assert minor_of(version) != minor_of(table["origin"]["triton"])
+        own = resource_table.read_table(triton=version + ".7")
+        differ = {name: row["spill_bytes"] for name, row in own.items() if row != FIGURES[name]}
+        assert differ == spills
+    path = tmp_path / "resources.json"
+    path.write_text(resource_table.TABLE.read_text())
+    resource_table.write(TABLE, path)
+    assert json.loads(path.read_text())["spills"] == table["spills"]
+
+
 def test_check_reports_a_regression(monkeypatch, tmp_path) -> None:
     """Compile one kernel; the table has another matrix unit for it."""
     words = ["inspect", "--arch", "gfx942", "--kernel", "forward", "--head-dim", "64", "--mask", "full"]
@@ -86,7 +100,7 @@ def test_check_reports_a_regression(monkeypatch, tmp_path) -> None:
     assert {"registers", "spill_bytes", "shared_bytes", "matrix", "tma", "config"} <= set(row)
     other = tmp_path / "resources.json"
     resource_table.write([row | {"matrix": "v_wmma"}], other)
-    monkeypatch.setattr(resource_table.read_table, "__defaults__", (other,))
+    monkeypatch.setattr(resource_table.read_table, "__defaults__", (other, ""))
     monkeypatch.setattr(resource_table, "inspect_jobs", lambda *jobs: (row for _ in range(1)))  # as compiled
     done = CliRunner().invoke(main, [*words, "--check"])
     assert done.exit_code == 1 and "before by v_wmma" in done.stderr and "v_mfma" in done.stdout

@@ -124,6 +124,20 @@ def test_barriers_that_never_meet_are_a_deadlock() -> None:
     assert any(f.startswith("deadlock") for f in run(body, threads=64)[1])
 
 
+@pytest.mark.parametrize("seed", [None, 4])
+def test_a_complete_barrier_is_used_again_with_another_number_of_threads(seed: int | None) -> None:
+    """Triton 3.9 joins the warps of a partition at barrier 0, and later all warps."""
+    body = START + "setp.ge.u32 %p1, %r1, 64; @%p1 bra B; bar.sync 0, 64; bar.sync 0, 64; B: bar.sync 1;"
+    out, faults = run(body + "bar.sync 0; mov.b32 %r2, 1;" + STORE + "ret;", threads=96, seed=seed)
+    assert not faults
+    assert out.tolist() == [1] * 96
+
+
+def test_threads_that_meet_at_a_barrier_agree_on_their_number() -> None:
+    body = START + "setp.ge.u32 %p1, %r1, 32; @%p1 bra B; bar.sync 1, 64; ret; B: bar.sync 1, 96; ret;"
+    assert any("two numbers of threads" in f for f in run(body, threads=96)[1])
+
+
 def test_a_part_of_a_warp_at_a_barrier_is_a_fault() -> None:
     body = START + "setp.ge.u32 %p1, %r1, 16; @%p1 bra B; bar.sync 0; B: bar.sync 0; ret;"
     assert any(f.startswith("divergence") for f in run(body)[1])

@@ -15,6 +15,7 @@ from rich.table import Table
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
 from tritoncp.command_base import make_console
+from tritoncp.core.versions import installed_version, minor_of
 from tritoncp.kernels.tile_rules import Config, copies, family, fuses, widest_route
 from tritoncp.measured_tiles import tile_tables
 from tritoncp.perf.progress import Progress
@@ -109,10 +110,19 @@ def inspect_jobs(jobs: Sequence[Job], processes: int | None, timeout: float) -> 
             yield job.fields | report
 
 
-def read_table(path: Path = TABLE) -> dict[str, Row]:
-    """Read the committed table: COLUMNS by the names of jobs."""
-    rows = json.loads(path.read_text())["rows"]
-    return {name: dict(zip(COLUMNS, figures, strict=True)) for name, figures in rows.items()}
+def read_table(path: Path = TABLE, triton: str = "") -> dict[str, Row]:
+    """Read the committed table: COLUMNS by the names of jobs.
+
+    triton: a version of Triton, whose spilled bytes replace those of the table's where they are known to
+    differ
+    """
+    table = json.loads(path.read_text())
+    rows = {name: dict(zip(COLUMNS, figures, strict=True)) for name, figures in table["rows"].items()}
+    for version, spills in table["spills"].items():
+        if minor_of(version) == minor_of(triton):
+            for name, spill_bytes in spills.items():
+                rows[name]["spill_bytes"] = spill_bytes
+    return rows
 
 
 def origin() -> dict[str, str]:
@@ -136,8 +146,10 @@ def _is_kernel(function: ast.FunctionDef) -> bool:
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
     """Write rows into the table, one per line. They replace rows of the same jobs, and rows of kernels that
-    are not shipped any more are dropped. The origin is written with a whole table."""
+    are not shipped any more are dropped. The origin is written with a whole table. What other versions of
+    Triton are known to spill stays."""
     old = read_table(path) if path.exists() else {}
+    spills = json.loads(path.read_text())["spills"] if path.exists() else {}
     new = {row["name"]: row for row in rows}
     names = [job.name for job in [*shipped(), *measured()]]
     figures = {name: [row[column] for column in COLUMNS] for name, row in (old | new).items()}
@@ -146,7 +158,12 @@ def write(rows: Iterable[Row], path: Path = TABLE) -> None:
         f'"{name}":{json.dumps(figures[name], separators=(",", ":"))}' for name in names if name in figures
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"origin": {json.dumps(head)}, "rows": {{\n{lines}\n}}}}\n')
+    listed = {
+        version: {name: known[name] for name in names if name in known} for version, known in spills.items()
+    }
+    path.write_text(
+        f'{{"origin": {json.dumps(head)},\n"spills": {json.dumps(listed)},\n"rows": {{\n{lines}\n}}}}\n'
+    )
 
 
 def find_faults(row: Row, arch: str) -> list[str]:
@@ -198,7 +215,7 @@ def run(
     Returns a line for each fault."""
     order = [job.name for job in jobs]
     rows = sorted(inspect_jobs(jobs, processes, timeout), key=lambda row: order.index(row["name"]))
-    before = read_table()
+    before = read_table(triton=installed_version("triton") or "")
     faults = [
         f"{row['name']}: {why}"
         for row in rows

@@ -25,6 +25,7 @@ class Scheduler:
 
     groups:  block -> lanes that execute it next
     waiting: (barrier, block after it) -> lanes
+    needs:   barrier -> number of threads that each CTA's waiting threads named, 0 while none wait
     visits:  register values with which threads entered loops since `Ctas.progress` was last incremented
     stuck:   loops that threads entered again with equal values, so that they only wait for `Ctas.progress`
     """
@@ -42,7 +43,7 @@ class Scheduler:
         self.groups: dict[int, list[Array]] = {0: [self.everyone.lanes]}
         self.waiting: dict[tuple[int, int], list[Array]] = {}
         self.barrier = np.full(ctas.count, -1)  # index of the barrier at which a thread waits, or -1
-        self.needs: dict[int, int | None] = {}
+        self.needs: dict[int, Array] = {}
         self.alive = np.ones(ctas.count, bool)
         self.visits: dict[tuple[int, Threads], list[Array]] = {}
         self.stuck: set[int] = set()
@@ -189,19 +190,19 @@ class Scheduler:
     def arrive(self, n: int, barrier: Instruction, threads: Threads) -> None:
         self.check_whole(barrier, threads)
         number, *count = (self.uniform(str(x), threads) for x in barrier.operands)
-        need = None
-        if count:
-            need = count[0]
-            if need % 32 or not 0 < need <= self.ctas.threads:
-                raise CannotContinue(f"a barrier of {need} threads")
-            need = None if need == self.ctas.threads else need
-        if self.needs.setdefault(number, need) != need:
-            raise CannotContinue(f"barrier {number} with two numbers of threads")
-        if threads is self.everyone and need is None:
+        need = count[0] if count else self.ctas.threads
+        if count and (need % 32 or not 0 < need <= self.ctas.threads):
+            raise CannotContinue(f"a barrier of {need} threads")
+        if threads is self.everyone and need == self.ctas.threads:
             every = np.ones((self.ctas.n, self.ctas.warps), bool)
             self.ctas.clocks.meet(np.arange(self.ctas.n), every)
             self.put(n + 1, threads)
             return
+        needs = self.needs.setdefault(number, np.zeros(self.ctas.n, int))
+        ctas = np.unique(self.ctas.cta[threads.lanes])
+        if not np.isin(needs[ctas], (0, need)).all():
+            raise CannotContinue(f"barrier {number} with two numbers of threads")
+        needs[ctas] = need
         self.waiting.setdefault((number, n + 1), []).append(threads.lanes)
         self.barrier[threads.lanes] = number
         self.release(number)
@@ -232,12 +233,13 @@ class Scheduler:
         """Release a barrier in CTAs where all threads, or as many as it needs, wait at it."""
         at = self.barrier == number
         count = np.bincount(self.ctas.cta[at], minlength=self.ctas.n)
-        need = self.needs.get(number)
-        enough = np.bincount(self.ctas.cta[self.alive], minlength=self.ctas.n) if need is None else need
-        go = (count == enough) & (count > 0)
+        needs = self.needs[number]
+        alive = np.bincount(self.ctas.cta[self.alive], minlength=self.ctas.n)
+        go = (count == np.where(needs == self.ctas.threads, alive, needs)) & (count > 0)
         if not go.any():
             return
         ctas = np.flatnonzero(go)
+        needs[ctas] = 0  # a complete barrier may be used again with another number
         present = np.zeros((self.ctas.n, self.ctas.warps), bool)
         present[self.ctas.cta[at], self.ctas.warp[at]] = True
         self.ctas.clocks.meet(ctas, present[ctas])
