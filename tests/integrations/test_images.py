@@ -1,4 +1,5 @@
-"""Embeddings of images on ranks, with positions of one or three axes, have the gradients of one process."""
+"""Images and their embeddings on ranks, with positions of one or three axes, have the gradients of one
+process."""
 
 from __future__ import annotations
 
@@ -76,20 +77,64 @@ def train(model: Any, batch: dict[str, Any]) -> Any:
     return loss.item(), dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
 
+def with_images(images: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch of tokens and images, as a processor makes it."""
+    batch = {"input_ids": TOKENS, "labels": LABELS, **images}
+    return batch | ({"mm_token_type_ids": (TOKENS == IMAGE).int()} if "image_grid_thw" in images else {})
+
+
 @pytest.mark.parametrize("name", ["Llava", "Qwen2.5-VL"])
-def test_images_are_refused_on_ranks_and_their_embeddings_are_served(name: str) -> None:
+def test_images_and_their_embeddings_train_on_ranks(name: str) -> None:
     def work(group: Any) -> Any:
         model, images = build(name, "tritoncp")
-        with pytest.raises(ValueError, match=r"the batch has pixel_values, .* pass inputs_embeds"):
-            shard_batch({"input_ids": TOKENS, **images}, model, group)
-        local = shard_batch(embed(model, images), model, group, BLOCK_SIZE=16)
-        return models.sum_over_ranks(*train(model, local))
+        results = []
+        for batch in (with_images(images), embed(model, images)):
+            local = shard_batch(batch, model, group, BLOCK_SIZE=16)
+            results.append(models.sum_over_ranks(*train(model, local)))
+        return results
 
     model, images = build(name, "eager")
-    batch = {"input_ids": TOKENS, "labels": LABELS, **images}
-    if "image_grid_thw" in images:
-        batch["mm_token_type_ids"] = (TOKENS == IMAGE).int()
-    models.assert_equal(ranks.run(2, work)[0], train(model, batch))
+    expected = train(model, with_images(images))
+    for result in ranks.run(2, work)[0]:
+        models.assert_equal(result, expected)
+
+
+def test_each_rank_embeds_its_images_and_those_of_one_rank_are_embedded_once() -> None:
+    """A rank without images embeds one, so that all ranks run the tower."""
+
+    def work(group: Any) -> list[int]:
+        model, images = build("Llava", "tritoncp")
+        seen: list[int] = []
+        model.model.vision_tower.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(len(kwargs.get("pixel_values", args[0:1] and args[0]))),
+            with_kwargs=True,
+        )
+        local = shard_batch(with_images(images), model, group, BLOCK_SIZE=16)
+        model(**local)
+        assert local["pixel_values"] is images["pixel_values"]
+        return seen
+
+    assert ranks.run(2, work) == [[1], [1]]
+    assert ranks.run(3, work) == [[1], [1], [1]]
+
+
+def test_images_that_a_rank_cannot_place_are_refused() -> None:
+    def work(group: Any) -> None:
+        model, images = build("Llava", "tritoncp")
+        batch = with_images(images)
+        with pytest.raises(ValueError, match="pixel_values, which the model embeds: pass the model"):
+            shard_batch(batch, model.config, group)
+        embeddings = {**batch, "inputs_embeds": torch.ones(*TOKENS.shape, 32)}
+        del embeddings["input_ids"]
+        with pytest.raises(ValueError, match=r"pixel_values, and no input_ids \[B, S\] in which tokens"):
+            shard_batch(embeddings, model, group)
+        with pytest.raises(ValueError, match="no method get_audio_features, or no audio_token_id"):
+            shard_batch({**batch, "input_features": torch.ones(1, 8, 8)}, model, group)
+        fewer = {**batch, "pixel_values": images["pixel_values"][:1]}
+        with pytest.raises(ValueError, match="images of the batch have 4 rows of features, and 8 tokens"):
+            model(**shard_batch(fewer, model, group, BLOCK_SIZE=16))
+
+    ranks.run(2, work)
 
 
 def test_documents_with_positions_of_several_axes_have_the_text_axis_first() -> None:

@@ -73,6 +73,24 @@ def test_a_draft_sees_the_document_before_its_anchor_and_itself(case, size: int)
         assert torch.equal(alone(None, None, torch.arange(rows)[:, None], torch.arange(n + rows)), expected)
 
 
+@given(drafts(), st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_anchors_of_batch_rows_are_those_of_each_row_alone(case, size: int, world: int, random) -> None:
+    """Keys of drafts are with their queries in every row."""
+    lengths, anchors, block = case
+    n, count = sum(lengths), len(anchors) * block
+    table = [anchors, [random.randint(0, n) for _ in anchors]]
+    mods = [draft_blocks(x, block, context=lengths) for x in (table, *table)]
+    mask, *rows = (create_block_mask(mod, mod.batch, 1, count, n + count, BLOCK_SIZE=size) for mod in mods)
+    assert mods[0].reads == (True, False)
+    assert torch.equal(mask.to_dense(), torch.cat([row.to_dense() for row in rows]))
+    plan = tritoncp.make_plan(mask, world_size=world)
+    for rank in range(world):
+        queries, keys = plan.for_rank(rank).positions, plan.kv.positions(rank)
+        for row in range(2):
+            own, held = (x[min(row, len(x) - 1)] for x in (queries, keys))
+            assert sorted(held[held >= n].tolist()) == sorted((own[own >= 0] + n).tolist())
+
+
 def remote_keys(plan: Plan, first: int) -> Tensor:
     """Count, for each rank, the keys from ``first`` on that its queries see and that another rank has."""
     visible = plan.mask.to_dense()[0, 0]
@@ -124,14 +142,14 @@ def test_block_diffusion_on_eight_ranks_sends_no_corrupted_key() -> None:
         assert int(plan.traffic.clone().fill_diagonal_(0).sum()) <= share * 7 * 8192
 
 
-@given(drafts(), st.integers(2, 4), st.sampled_from(["allgather", "ring", "fetch", "ulysses"]))
+@given(drafts(), st.integers(2, 4), st.sampled_from(["allgather", "ring", "fetch", "ulysses"]), st.booleans())
 @settings(max_examples=25)
-def test_drafts_attend_as_dense_attention(case, size: int, schedule: str) -> None:
+def test_drafts_attend_as_dense_attention(case, size: int, schedule: str, of_rows: bool) -> None:
     lengths, anchors, block = case
     n, rows = sum(lengths), len(anchors) * block
-    mask = create_block_mask(
-        draft_blocks(anchors, block, context=lengths), 1, 1, rows, n + rows, BLOCK_SIZE=4
-    )
+    places = [anchors, [n - x for x in anchors]] if of_rows else anchors
+    mod = draft_blocks(places, block, context=lengths)
+    mask = create_block_mask(mod, mod.batch, 1, rows, n + rows, BLOCK_SIZE=4)
     world = tritoncp.simulate(size)
     plan = world.make_plan(mask, schedule=schedule)
     q = torch.randn(2, 4, rows, 6, dtype=torch.float64, requires_grad=True)
@@ -146,13 +164,14 @@ def test_drafts_attend_as_dense_attention(case, size: int, schedule: str) -> Non
     torch.testing.assert_close(*grads, atol=1e-8, rtol=1e-8)
 
 
-def test_new_anchors_compile_nothing() -> None:
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_new_anchors_compile_nothing(shape: tuple[int, ...]) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     attend = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
-    q, k = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 192, 16)
+    q, k = torch.randn(len(shape), 2, 64, 16), torch.randn(len(shape), 2, 192, 16)
     for seed in range(4):
-        anchors = torch.randint(0, 128, (4,), generator=torch.Generator().manual_seed(seed))
-        mask = create_block_mask(draft_blocks(anchors, 16, context=128), 1, 1, 64, 192)
+        anchors = torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(seed))
+        mask = create_block_mask(draft_blocks(anchors, 16, context=128), len(q), 1, 64, 192)
         expected = dense_attention(q.double(), k.double(), k.double(), mask).out
         torch.testing.assert_close(attend(q, k, k, mask).double(), expected, atol=1e-5, rtol=1e-5)
     assert counter.frame_count == 1
@@ -163,7 +182,7 @@ ERRORS = [
     (lambda: block_diffusion([8, -1], 2), r"block_diffusion: length must be integers \[n\] of at least 0"),
     (lambda: draft_blocks([3], 1.5, context=8), "draft_blocks: block=1.5; a number of tokens"),
     (lambda: draft_blocks([9], 2, context=8), "anchor 9 is outside of a text of 8 tokens"),
-    (lambda: draft_blocks([0.5], 2, context=8), r"draft_blocks: anchors must be integers \[n\]"),
+    (lambda: draft_blocks([0.5], 2, context=8), r"draft_blocks: anchors must be integers \[n\] or \[B, n\]"),
 ]
 
 

@@ -26,7 +26,8 @@ from tritoncp.masks.runs.block_runs import ramps
 class TextAndBlock(MaskMod):
     """Mask of queries that see an interval of the text and an interval of other keys.
 
-    text_lo, text_hi, lo, hi: bounds of both intervals of each query, int32 [queries]; lo = hi: none
+    text_lo, text_hi, lo, hi: bounds of both intervals of each query, int32 [queries], or [B, queries]; lo =
+        hi: none
     offset: query i belongs to key ``offset + i``; both are placed on the same rank
     name:   for messages
     """
@@ -39,8 +40,13 @@ class TextAndBlock(MaskMod):
     name: str
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        text = (kv_idx >= self.text_lo[q_idx]) & (kv_idx < self.text_hi[q_idx])
-        return text | ((kv_idx >= self.lo[q_idx]) & (kv_idx < self.hi[q_idx]))
+        row = (q_idx,) if self.text_lo.ndim == 1 else (b, q_idx)
+        text = (kv_idx >= self.text_lo[row]) & (kv_idx < self.text_hi[row])
+        return text | ((kv_idx >= self.lo[row]) & (kv_idx < self.hi[row]))
+
+    @property
+    def batch(self) -> int:
+        return 1 if self.text_lo.ndim == 1 else len(self.text_lo)
 
     @property
     def query_offset(self) -> int:
@@ -117,7 +123,8 @@ def draft_blocks(
     its queries, so that only keys of the text travel.
 
     Args:
-        anchors: number of text tokens before each draft, integers [n]; other anchors compile nothing new.
+        anchors: number of text tokens before each draft, integers [n], or [B, n] if batch rows have
+            different ones; other anchors compile nothing new.
         block: number of tokens of a draft.
         context: number of tokens of the text, or of each packed document of the text: a draft sees the
             document of the token before its anchor.
@@ -132,9 +139,9 @@ def draft_blocks(
     size = _positive("draft_blocks: block", block)
     with host():
         lengths = _integers("draft_blocks: context", [context] if isinstance(context, int) else context)
-        places = _integers("draft_blocks: anchors", anchors)
+        places = _integers("draft_blocks: anchors", anchors, of_rows=True)
         total = int(lengths.sum())
-        if len(places) and int(places.max()) > total:
+        if places.numel() and int(places.max()) > total:
             raise ValueError(
                 f"draft_blocks: anchor {int(places.max())} is outside of a text of {total} tokens; pass the "
                 "number of tokens before each draft"
@@ -142,11 +149,11 @@ def draft_blocks(
         ends = lengths.cumsum(0)
         document = torch.searchsorted(ends, places)  # of the token before the anchor
         first = torch.where(places > 0, (ends - lengths)[document.clamp(max=len(ends) - 1)], 0)
-        start = total + torch.arange(len(places)) * size
+        start = total + (torch.arange(places.shape[-1]) * size).expand_as(places)
         text_lo, text_hi, lo, hi = (
-            x.int().repeat_interleave(size) for x in (first, places, start, start + size)
+            x.int().repeat_interleave(size, -1) for x in (first, places, start, start + size)
         )
-    name = f"draft_blocks([{len(places)}], {size}, context={_describe(context)})"
+    name = f"draft_blocks({list(places.shape)}, {size}, context={_describe(context)})"
     return TextAndBlock(text_lo, text_hi, lo, hi, total, name)
 
 
@@ -156,12 +163,15 @@ def _positive(name: str, number: Any) -> int:
     return number
 
 
-def _integers(name: str, numbers: Any) -> Tensor:
-    """Return numbers of tokens, int64 [n] on the CPU. Raises ValueError for others."""
+def _integers(name: str, numbers: Any, of_rows: bool = False) -> Tensor:
+    """Return numbers of tokens, int64 [n] on the CPU. Raises ValueError for others. of_rows: whether they may
+    be [B, n]"""
     x = as_host_tensor(name, numbers, "an int, or a list or tensor of integers [n]")
-    if x.ndim != 1 or (len(x) and (not is_integer(x.dtype) or int(x.min()) < 0)):
+    fits = x.ndim == 1 or (of_rows and x.ndim == 2)
+    if not fits or (x.numel() and (not is_integer(x.dtype) or int(x.min()) < 0)):
+        shape = "[n] or [B, n]" if of_rows else "[n]"
         raise ValueError(
-            f"{name} must be integers [n] of at least 0, got {x.dtype} {list(x.shape)}: {numbers!r}"
+            f"{name} must be integers {shape} of at least 0, got {x.dtype} {list(x.shape)}: {numbers!r}"
         )
     return x.long()
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from tritoncp.api.trees import PackedTree
 from tritoncp.integrations.transformers.attention import is_registered
 from tritoncp.integrations.transformers.calls import refuse_arguments
+from tritoncp.integrations.transformers.images.own_images import feature_tokens
 from tritoncp.integrations.transformers.model_classes import (
     COMPRESSED_LAYERS,
     adds_features_to_layers,
@@ -30,8 +31,6 @@ from tritoncp.integrations.transformers.plans import OWN_LOSS
 
 # Kinds of layers that are not attention, or not only attention.
 OTHER_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-# Inputs whose embeddings replace embeddings of tokens.
-FEATURES = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 # Inputs that describe the whole sequence. The plan contains them; the model does not get them.
 CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Names that have a meaning in a batch, besides CONSUMED.
@@ -122,13 +121,7 @@ def check_shardable(batch: Mapping[str, Any], config: PreTrainedConfig, model: n
         )
     refuse_arguments(batch)
     has_embeddings = batch.get("inputs_embeds") is not None
-    features = [name for name in FEATURES if batch.get(name) is not None]
-    if features:
-        raise ValueError(
-            f"the batch has {', '.join(features)}, whose embeddings the model puts in the places of tokens, "
-            "which on a shard are others: pass inputs_embeds [B, S, E] of the whole batch with them, in "
-            "place of input_ids, or run the model on whole sequences, without shard_batch"
-        )
+    feature_tokens(batch, model)
     if has_embeddings and adds_features_to_layers(config):
         raise ValueError(
             f"models of {type(config).__name__} add features of images to the hidden states of several "

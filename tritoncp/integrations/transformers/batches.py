@@ -29,10 +29,17 @@ from tritoncp.integrations.transformers.batch_checks import (
     check_tree,
 )
 from tritoncp.integrations.transformers.calls import note_shard
+from tritoncp.integrations.transformers.images.image_positions import find_image_positions
+from tritoncp.integrations.transformers.images.own_images import (
+    feature_tokens,
+    names_of_features,
+    place_features,
+)
 from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.model_classes import (
     counts_by_padding_mask,
     counts_from_padding,
+    own_mask_function,
     position_axes,
     unwrap_model,
 )
@@ -50,6 +57,8 @@ from tritoncp.planning import ScheduleName
 from tritoncp.planning.balance import BalancerName
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
+
+TYPES = ("token_type_ids", "mm_token_type_ids")  # of tokens, from which models make masks
 
 
 @group_call
@@ -79,12 +88,14 @@ def shard_batch(
             ``inputs_embeds`` [B, S, E]; ``labels`` [B, S], not shifted; ``position_ids`` [B or 1, S], which
             restart at 0 in each packed document, or [axes, B, S] for models with positions of images, the
             text's first if documents are packed; or ``cu_seq_lens_q`` [documents + 1] for one row; or
-            ``attention_mask`` [B, S], 0 at padding. Other tensors [B, S, ...] are sharded too; all other
-            values are passed on.
-        config: the model's config; or the model itself, which is needed for recurrent or convolutional layers
-            (Mamba, gated delta nets): these then gather their inputs to whole sequences, run on each document
-            alone, and shard their outputs. Each kind of layer (``layer_types``, ``sliding_window``, chunks,
-            bidirectional) gets a plan; all plans have one placement.
+            ``attention_mask`` [B, S], 0 at padding. Images, videos and audio (``pixel_values`` and its kin)
+            as the model takes them: each rank embeds a part, and gets the rows of its tokens. Types of tokens
+            (``token_type_ids``, ``mm_token_type_ids`` [B, S]) give masks in which images see both ways, and
+            positions of images. Other tensors [B, S, ...] are sharded too; all other values are passed on.
+        config: the model's config; or the model itself, which is needed for images and for recurrent or
+            convolutional layers (Mamba, gated delta nets): these then gather their inputs to whole sequences,
+            run on each document alone, and shard their outputs. Each kind of layer (``layer_types``,
+            ``sliding_window``, chunks, bidirectional) gets a plan; all plans have one placement.
         mesh: DeviceMesh or process group of the ranks that share the batch; None: this process alone, with a
             warning in a world of several ranks.
         balancer: see :func:`tritoncp.make_plan`.
@@ -103,9 +114,9 @@ def shard_batch(
 
     Raises:
         ValueError: for tensors that do not fit, names that differ from these by a letter, an attention_mask
-            together with restarting position_ids, images and audio on several ranks, a config with another
-            attention implementation, models that compute attention themselves, and a config without the model
-            if it has recurrent layers.
+            together with restarting position_ids, a config with another attention implementation, models that
+            compute attention themselves, and a config without the model if it has recurrent layers or the
+            batch has images.
         RuntimeError: on all ranks, if one of them fails or their token ids differ.
     """
     model = unwrap_model(config) if isinstance(config, nn.Module) else None
@@ -128,17 +139,19 @@ def shard_batch(
         for kind, one in kinds.items()
     }
     plans = make_plan(masks, mesh, balancer=balancer, schedule=schedule)
-    whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
-    whole |= {"position_ids": position_ids, **_labels(batch)}
     plan = next(iter(plans.values()))
-    local = {name: _shard(name, x, plan, position_ids.shape[-2:]) for name, x in whole.items()}
+    tokens = feature_tokens(batch, model) if several else {}
+    features = place_features(batch, tokens, plan.q)
+    local = _local_inputs({**batch, "position_ids": position_ids}, model, plan, set(tokens.values()))
     shifted = batch.get("labels") is not None and batch.get("shift_labels") is None
     own = ContextParallelPlan(
         plans, mesh, local["position_ids"], mask, BLOCK_SIZE, schedule, batch.get("attention_mask"),
-        documents, shifted and several, tree,
+        documents, shifted and several, tree, features,
     )  # fmt: skip
-    part, tokens = _tokens(local), _tokens(batch)
-    if several and not (part.shape == tokens.shape and torch.equal(part, tokens)):  # one rank has all tokens
+    part, all_tokens = _tokens(local), _tokens(batch)
+    if several and not (
+        part.shape == all_tokens.shape and torch.equal(part, all_tokens)
+    ):  # one rank has all tokens
         note_shard(part)
     return {**local, "use_cache": False, "context_parallel": own}
 
@@ -174,7 +187,9 @@ def _read_batch(
         check_tree(batch, tree, config, model)
         batch = {**batch, "position_ids": tree_mask(tree.parent, tree.lengths).depth[None].long().to(device)}
     restarting, position_ids = _positions(batch, text, shape, device)
-    masks = _kinds(text, batch.get("attention_mask"), None if tree else restarting, shape, device)
+    if model is not None and position_ids.ndim == 2:
+        position_ids = find_image_positions(batch, model, restarting, position_ids)
+    masks = _kinds(config, batch, None if tree else restarting, shape, device)
     documents = None
     if restarting is not None and tree is None:
         documents = masking_utils.find_packed_sequence_indices(restarting.expand(shape))
@@ -273,25 +288,29 @@ def _packed_positions(batch: Mapping[str, Any], shape: torch.Size, device: torch
 
 def _kinds(
     config: PreTrainedConfig,
-    attention_mask: Tensor | None,
+    batch: Mapping[str, Any],
     documents: Tensor | None,
     shape: torch.Size,
     device: torch.device,
 ) -> dict[str, ModelMask]:
-    """Return {kind of layer: global mask}, made by transformers' functions for the model's config."""
+    """Return {kind of layer: global mask}, made by transformers' functions for the model's config, or by the
+    function of the model if the batch has types of tokens (images, a prefix)."""
+    attention_mask = batch.get("attention_mask")
     if attention_mask is not None and attention_mask.shape != shape:
         raise ValueError(
             f"attention_mask is {list(attention_mask.shape)}; a padding mask [B, S] is needed, here "
             f"{list(shape)}: for any other mask, make a plan and call tritoncp.flex_attention"
         )
     arguments = {
-        "config": config,
+        "config": config.get_text_config(),
         "inputs_embeds": torch.empty(*shape, 0, device=device),
         "attention_mask": attention_mask,
         "position_ids": documents,
         _cache_argument(): None,
     }
-    requests = masking_utils.create_masks_for_generate(**arguments)
+    types = {name: batch[name] for name in TYPES if batch.get(name) is not None}
+    create = own_mask_function(config, types.keys()) or masking_utils.create_masks_for_generate
+    requests = create(**arguments, **types)
     requests = requests.values() if isinstance(requests, dict) else [requests]
     kinds = {one.kind: one for one in requests if isinstance(one, ModelMask) and one.kind}
     if not kinds:  # layers that are not attention, or of kinds for which transformers has no masks
@@ -324,7 +343,23 @@ def _labels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _shard(name: str, x: Any, plan: Plan, shape: torch.Size) -> Any:
+def _local_inputs(
+    batch: Mapping[str, Any], model: nn.Module | None, plan: Plan, feature_tokens: set[int]
+) -> dict[str, Any]:
+    """Return this rank's shard of a batch with positions. feature_tokens: the tokens that stand for features,
+    which are not for padding"""
+    names = names_of_features(model)
+    given = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
+    padding = next(token for token in range(len(feature_tokens) + 1) if token not in feature_tokens)
+    pads = {"labels": IGNORED, "shift_labels": IGNORED, "input_ids": padding}
+    shape = batch["position_ids"].shape[-2:]
+    return {
+        name: x if name in names else _shard(name, x, plan, shape, pads.get(name, 0))
+        for name, x in (given | _labels(batch)).items()
+    }
+
+
+def _shard(name: str, x: Any, plan: Plan, shape: torch.Size, pad: int) -> Any:
     """Return this rank's shard of a tensor [B, S, ...]; any other value unchanged."""
     if name == "position_ids" and x.ndim == 3:
         return shard(x, plan, dim=2, batch_dim=1)
@@ -332,4 +367,4 @@ def _shard(name: str, x: Any, plan: Plan, shape: torch.Size) -> Any:
         if name in ("labels", "shift_labels"):
             raise ValueError(f"{name} is {list(x.shape)}; {list(shape)} is needed")
         return x
-    return shard(x, plan, dim=1, pad=IGNORED if name in ("labels", "shift_labels") else 0)
+    return shard(x, plan, dim=1, pad=pad)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from tritoncp.masks.closed_forms import SlidingWindow, document
-from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod
+from tritoncp.masks.mask_mod import UNBOUNDED, MaskFn, MaskMod
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,9 @@ class Pattern:
     left_padding: [B], padding before the first chunk of each row
     documents:    [B, S], index of each token's document, within which queries see keys
     positions:    [B, S], the position_ids from which the documents were read
+    images:       [B, S], index of each token's image, -1 in text; tokens of one image see each other, within
+                  a document, besides the keys that the window shows
+    is_bounded:   whether the left side of the window holds within images too
     """
 
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
@@ -36,15 +39,25 @@ class Pattern:
     left_padding: Tensor | None = None
     documents: Tensor | None = None
     positions: Tensor | None = None
+    images: Tensor | None = None
+    is_bounded: bool = False
 
     @property
     def kind(self) -> str:
-        """Window and chunks as text: equal for all layers of one kind, in all batches, on all ranks."""
-        return f"window{self.window}" + f" in chunks of {self.chunk}" * (self.chunk > 0)
+        """Window, chunks and images as text: equal for all layers of one kind, in all batches, on all
+        ranks."""
+        images = "" if self.images is None else " and images" + " in the window" * self.is_bounded
+        return f"window{self.window}" + f" in chunks of {self.chunk}" * (self.chunk > 0) + images
 
     def mask_mod(self, length: int) -> MaskMod:
-        """Return the closed form for ``length`` tokens, without padding."""
-        window = SlidingWindow(*self.window)
+        """Return the mask_mod for ``length`` tokens, without padding; a closed form if there are no
+        images."""
+        window: MaskMod = SlidingWindow(*self.window)
+        if self.images is not None:
+            left, right = self.window
+            image = _same_image(_shared(self.images))
+            bound = SlidingWindow(left, UNBOUNDED)
+            window = bound & (SlidingWindow(UNBOUNDED, right) | image) if self.is_bounded else window | image
         segments = self._segments(length)
         return window if segments is None else window & document(ids=segments)
 
@@ -65,6 +78,13 @@ class Pattern:
             return _shared(ids)
         starts = (ids.diff(dim=1) != 0) | (self.documents.diff(dim=1) != 0)
         return _shared(torch.nn.functional.pad(starts, (1, 0)).cumsum(1))
+
+
+def _same_image(images: Tensor) -> MaskFn:
+    """Return the mask_mod of pairs in one image. images: [S] or [B, S], -1 in text"""
+    if images.ndim == 1:
+        return lambda b, h, q, kv: (images[q] == images[kv]) & (images[q] >= 0)
+    return lambda b, h, q, kv: (images[b, q] == images[b, kv]) & (images[b, q] >= 0)
 
 
 def _shared(ids: Tensor) -> Tensor:
@@ -106,15 +126,40 @@ def _intersect(one: Pattern | None, other: Pattern | None) -> Pattern | None:
         return None
     if (one.chunk and other.chunk) or (one.documents is not None and other.documents is not None):
         return None
+    if one.images is not None:
+        one, other = other, one
+    if other.images is not None and not _bounds_only(one):
+        return None
     left, right = (
         min((bound for bound in bounds if bound != UNBOUNDED), default=UNBOUNDED)
         for bounds in zip(one.window, other.window, strict=True)
     )
     fields = {
         name: getattr(one if getattr(one, name) is not None else other, name)
-        for name in ("left_padding", "documents", "positions")
+        for name in ("left_padding", "documents", "positions", "images")
     }
-    return Pattern((left, right), one.chunk or other.chunk, **fields)
+    bounds_images = other.images is not None and one.window[0] != UNBOUNDED
+    if bounds_images and other.window[0] != UNBOUNDED:  # two windows, of which one does not bound images
+        return None
+    return Pattern(
+        (left, right), one.chunk or other.chunk, **fields, is_bounded=other.is_bounded or bounds_images
+    )
+
+
+def _bounds_only(pattern: Pattern) -> bool:
+    """Return whether a pattern limits how far back queries see, or documents, and nothing else."""
+    return pattern.images is None and pattern.window[1] == UNBOUNDED and not pattern.chunk
+
+
+def _read_union(mask_functions: tuple[Callable[..., Any], ...]) -> Pattern | None:
+    """Return the pattern of a mask function and images; None for any other union. Some models of transformers
+    show images across documents; the pattern does not."""
+    pattern = read_pattern(mask_functions[0])
+    code = getattr(mask_functions[-1], "__code__", None)
+    if len(mask_functions) != 2 or code is not _OF_IMAGES or pattern is None or pattern.images is not None:
+        return None
+    (cell,) = mask_functions[1].__closure__  # type: ignore[attr-defined]
+    return replace(pattern, images=cell.cell_contents)
 
 
 def _read_remapped(mask_function: Callable[..., Any], position_ids: Tensor) -> Pattern | None:
@@ -126,6 +171,7 @@ def _read_remapped(mask_function: Callable[..., Any], position_ids: Tensor) -> P
 
 
 _ANY = torch.zeros(1, dtype=torch.int64)
+_OF_IMAGES = masking_utils.blockwise_overlay(_ANY).__code__
 _READERS: dict[Any, Callable[..., Pattern | None]] = {
     masking_utils.causal_mask_function.__code__: lambda: Pattern((UNBOUNDED, 0)),
     masking_utils.bidirectional_mask_function.__code__: Pattern,
@@ -143,4 +189,5 @@ _READERS: dict[Any, Callable[..., Pattern | None]] = {
     ),
     masking_utils.remap_positions_for_packed_sequence(max, _ANY).__code__: _read_remapped,
     masking_utils.and_masks().__code__: _read_intersection,
+    masking_utils.or_masks().__code__: _read_union,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from types import CodeType
 from typing import Any, TypeVar, cast
@@ -179,6 +179,17 @@ def names_of_arguments(config: PreTrainedConfig, model: nn.Module | None) -> set
     members = vars(modeling_of(config) or object).values() if model is None else [type(model)]
     models = [one for one in members if inspect.isclass(one) and issubclass(one, PreTrainedModel)]
     return {name for one in models for name in argument_names(one)}
+
+
+def own_mask_function(config: PreTrainedConfig, types: Iterable[str]) -> Callable[..., Any] | None:
+    """Return the function by which the models of a config make the masks of their layers from types of
+    tokens (of these names), or None."""
+    for one in vars(modeling_of(config) or object).values():
+        function = vars(one).get("create_masks_for_generate") if inspect.isclass(one) else None
+        function = getattr(function, "__func__", function)
+        if function is not None and not set(types).isdisjoint(inspect.signature(function).parameters):
+            return cast(Callable[..., Any], function)
+    return None
 
 
 def counts_from_padding(config: PreTrainedConfig) -> bool:

@@ -17,6 +17,7 @@ from tritoncp.api.trees import PackedTree
 from tritoncp.core.bounded_cache import TensorCache, computed_once
 from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.records import replace
+from tritoncp.integrations.transformers.images.feature_rows import FeatureRows
 from tritoncp.integrations.transformers.mask_functions import Pattern
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.packed_rows import PackedRows
@@ -36,11 +37,14 @@ OWN_LOSS = (
 
 def create_layer_mask(batch: ModelMask, layer: ModelMask, block: int | tuple[int, int]) -> Mask:
     """Return the global mask, with the documents and padding of the batch, for layers of the kind of
-    ``layer``. batch: the global mask of one kind; others differ in window and chunks"""
+    ``layer``. batch: the global mask of one kind; others differ in window, chunks and images"""
     pattern, padding = layer.pattern or Pattern(), batch.attention_mask
     left = None if padding is None else (padding.cumsum(-1) == 0).sum(-1)
     base = batch.pattern or Pattern()
-    own = replace(base, window=pattern.window, chunk=pattern.chunk, left_padding=left)
+    own = replace(
+        base, window=pattern.window, chunk=pattern.chunk, left_padding=left, images=pattern.images,
+        is_bounded=pattern.is_bounded,
+    )  # fmt: skip
     mod = replace(batch, pattern=own).mask_mod
     rows, length = batch.batch if mod.reads[0] else None, batch.q_len
     return create_block_mask(mod, rows, None, length, length, BLOCK_SIZE=block)
@@ -73,16 +77,18 @@ class ContextParallelPlan:
     documents:      index of the document of each token, [B, S], if a row has several, for the same layers
     labels:         whether shard_batch has shifted labels of the batch, for a next-token loss
     tree:           the prefix tree of the batch's only row, or None
+    features:       for each kind of features, such as "image", the places of their rows
     """
 
     def __init__(
         self, plans: dict[str, Plan], mesh: Any, position_ids: Tensor, mask: ModelMask,
         block: int | tuple[int, int], schedule: ScheduleName, attention_mask: Tensor | None,
-        documents: Tensor | None, labels: bool, tree: PackedTree | None,
+        documents: Tensor | None, labels: bool, tree: PackedTree | None, features: dict[str, FeatureRows],
     ) -> None:  # fmt: skip
         self.plans, self.mesh, self.position_ids, self.mask = plans, mesh, position_ids, mask
         self.block, self.schedule, self.labels = block, schedule, labels
         self.attention_mask, self.documents, self.tree = attention_mask, documents, tree
+        self.features = features
         self.reached = False  # whether a layer has got this object
         self._checked = TensorCache(8)
         self._add_handle()
@@ -171,6 +177,12 @@ class ContextParallelPlan:
                 "pass shift_labels beside labels, if the loss of the model reads them"
             )
         self._warn_of_documents(pattern)
+        if pattern.kind not in self.plans and pattern.images is not None:
+            raise ValueError(
+                "a layer sees images both ways, which shard_batch did not find in the batch: put "
+                "token_type_ids or mm_token_type_ids [B, S] into the batch before shard_batch, and pass the "
+                "model to it, in place of its config"
+            )
         if pattern.kind not in self.plans:
             self.plans[pattern.kind] = self._plan_alike(attention_mask)
         return self.plans[pattern.kind]

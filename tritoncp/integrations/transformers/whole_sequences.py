@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from tritoncp.api.reshard import unshard
 from tritoncp.api.shards import shard
+from tritoncp.integrations.transformers.images.own_images import hook_features
 from tritoncp.integrations.transformers.model_classes import (
     attention_without_arguments,
     has_cache,
@@ -150,17 +151,19 @@ class OnWholeSequences:
 
 
 def hook_layers(model: nn.Module) -> None:
-    """Prepare a model for calls with a plan: its recurrent layers will run on whole sequences, and attention
-    that does not get the plan as an argument will find it. A second call has no effect."""
+    """Prepare a model for calls with a plan: its recurrent layers will run on whole sequences, its images are
+    embedded for shards, and attention that does not get the plan as an argument will find it. A second call
+    has no effect."""
     if CURRENT in vars(model):
         return
     current = CurrentPlan()
     for module in (model, *(without_arguments := attention_without_arguments(model))):
         setattr(module, CURRENT, current)
+    needs_plan = hook_features(model, partial(current.of, {})) or bool(without_arguments)
     for module in model.modules():
         if is_recurrent(module):
             module.forward = OnWholeSequences(current, module.forward, has_cache(module))
-        elif any(is_recurrent(part) for part in module.modules()) or (module is model and without_arguments):
+        elif any(is_recurrent(part) for part in module.modules()) or (module is model and needs_plan):
             module.register_forward_pre_hook(partial(current.enter, is_top=module is model), with_kwargs=True)
             module.register_forward_hook(current.leave, always_call=True)
 

@@ -1,0 +1,277 @@
+"""`python -m tests.integrations.image_families --write`: the families of docs/models.md that take images.
+
+Builds a small model of every family of transformers that embeds images, in float64, and compares loss and
+gradients, those of the vision tower among them, with transformers' eager attention on one process: of batches
+with images and of packed documents with images, on two and on four ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.integrations import families
+from tests.multiprocess import ranks
+from tritoncp.core.processes import Lost, WorkerPool
+from tritoncp.integrations.transformers import shard_batch
+from tritoncp.integrations.transformers.images.own_images import methods_of
+
+BEGIN, END = "<!-- images: begin -->", "<!-- images: end -->"
+SIZES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("image_sizes.toml").read_text())
+IMAGE, IMAGES = 5, 5  # the token that stands for images, and their number, which no number of ranks divides
+LIMIT, SECONDS = 1e-6, 400  # layers compute norms in float32 in any dtype
+Batch = dict[str, Any]
+
+
+def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> Any:
+    """Build the small model of a family in float64; token IMAGE stands for its images."""
+    text = transformers.CONFIG_MAPPING[family]().get_text_config()
+    several_axes = "mrope_section" in (getattr(text, "rope_parameters", None) or {})
+    sizes = SIZES["sizes"] | (SIZES["rope"] if several_axes else {}) | SIZES["families"].get(family, {})
+    model = families.build(family, head, attention, variant | sizes).double()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            for name in ("image_token_id", "image_token_index"):
+                if isinstance(getattr(module.config, name, None), int):
+                    setattr(module.config, name, IMAGE)
+            module.config._experts_implementation = "eager"  # the others multiply no float64 matrices
+    return model
+
+
+def image_method(model: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return the innermost module of a model that embeds images, and its method."""
+    found = [(module, getattr(module, name)) for module, name, kind in methods_of(model) if kind == "image"]
+    if not found:
+        raise ValueError("the model has no method get_image_features")
+    return found[-1]
+
+
+def candidates(config: Any) -> Iterator[Batch]:
+    """Yield images in the forms that families take, of several sizes where a form has sizes."""
+    vision = getattr(config, "vision_config", None) or config
+    side = getattr(vision, "image_size", None)
+    side = side if isinstance(side, int) else 32
+    patch = getattr(vision, "patch_size", None)
+    patch = patch if isinstance(patch, int) else 16
+    square = {"image_sizes": torch.full((IMAGES, 2), side)}
+    plain = {"pixel_values": _normal(IMAGES, 3, side, side)}
+    yield plain
+    yield plain | square
+    yield plain | {"pixel_mask": torch.ones(IMAGES, side, side, dtype=torch.bool)}
+    grid = torch.tensor([[1, 4, 4], [1, 4, 8], [1, 8, 4], [1, 4, 4], [1, 8, 8]])
+    cells = int(grid.prod(-1).sum())
+    for shape in ([3 * patch**2], [6 * patch**2], [3, patch, patch]):
+        yield {"pixel_values": _normal(cells, *shape), "image_grid_thw": grid}
+    for tiles in range(2, 6):
+        yield {"pixel_values": _normal(IMAGES, tiles, 3, side, side)} | square
+    rows = _normal(2, 3, 3, side, side)
+    rows[0, 2] = 0  # fills up a row with two images
+    yield {"pixel_values": rows, "pixel_attention_mask": torch.ones(2, 3, side, side, dtype=torch.int64)}
+    yield {
+        "pixel_values": _normal(IMAGES, 16, 3 * patch**2),
+        "spatial_shapes": torch.full((IMAGES, 2), 4),
+        "pixel_attention_mask": torch.ones(IMAGES, 16, dtype=torch.int64),
+    }
+    yield {"pixel_values": _normal(IMAGES, 4, 3 * patch**2)}
+    axis = torch.arange(6)
+    places = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1).reshape(1, 36, 2)
+    patches = {"pixel_values": _normal(IMAGES, 36, 3 * patch**2)}
+    yield patches | {"image_position_ids": places.expand(IMAGES, -1, -1)}
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def find_images(model: Any) -> tuple[Batch, list[int]]:
+    """Return images that a model takes, and the number of rows of each image. Raises ValueError with the last
+    error of the model if it takes none of the candidates."""
+    module, method = image_method(model)
+    names, error = inspect.signature(method).parameters, "none of the candidates"
+    for images in candidates(module.config):
+        if names.keys() >= images.keys():
+            found = families.attempt(lambda images=images: _rows_of_images(method(**images)))
+            if not isinstance(found, str):
+                return images, found
+            error = found
+    raise ValueError(f"get_image_features takes no image of these tests: {error}")
+
+
+def _rows_of_images(out: Any) -> list[int]:
+    features = getattr(out, "pooler_output", out)
+    parts = [features] if isinstance(features, Tensor) and features.ndim == 2 else list(features)
+    rows = [x.numel() // x.shape[-1] for x in parts]
+    return rows if len(rows) == IMAGES else [sum(rows) // IMAGES] * IMAGES
+
+
+def make_batch(model: Any, images: Batch, rows: list[int]) -> Batch:
+    """Return two rows of text, the first with two of the images and the second with three."""
+    length = 12 * IMAGES + max(sum(rows[:2]), sum(rows[2:]))
+    tokens = torch.randint(8, 90, (2, length), generator=torch.Generator().manual_seed(1))
+    for row, own in zip(tokens, (rows[:2], rows[2:])):
+        at = 3
+        for size in own:
+            row[at : at + size] = IMAGE
+            at += size + 9
+    is_image = tokens == IMAGE
+    batch: Batch = {"input_ids": tokens, "labels": tokens.masked_fill(is_image, -100), **images}
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    names = {name for part in parts for name in inspect.signature(part.forward).parameters}
+    if "mm_token_type_ids" in names:
+        batch["mm_token_type_ids"] = is_image.int()
+    if "token_type_ids" in names:
+        is_suffix = torch.arange(length) >= 3 + rows[0]  # of PaliGemma, whose prefix sees both ways
+        has_prefix = "paligemma" in type(model).__name__.lower()
+        batch["token_type_ids"] = (is_suffix.expand(2, -1) if has_prefix else is_image).int()
+    return batch
+
+
+def pack(batch: Batch) -> Batch:
+    """Return the rows of a batch as documents of one row."""
+    shape = batch["input_ids"].shape
+    packed = {name: x.reshape(1, -1) if x.shape == shape else x for name, x in batch.items()}
+    positions = torch.arange(shape[1]).repeat(shape[0])[None]
+    labels = packed["labels"].masked_fill(positions == 0, -100)  # no document predicts the next one
+    return {**packed, "position_ids": positions, "labels": labels}
+
+
+def train(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """Return the loss of a model and its gradients."""
+    model.zero_grad()
+    return families.backward(model, model(**{"use_cache": False, **batch}).loss)
+
+
+def train_on_ranks(group: Any, model: Any, batches: list[Batch]) -> list[Any]:
+    """Return the sums over ranks of loss and gradients of each batch, or messages."""
+    return [families.attempt(partial(_sum_over_ranks, group, model, batch)) for batch in batches]
+
+
+def _sum_over_ranks(group: Any, model: Any, batch: Batch) -> dict[str, Tensor]:
+    result = train(model, shard_batch(batch, model, group, BLOCK_SIZE=16))
+    for name, weight in model.named_parameters():
+        dist.all_reduce(result.setdefault(name, torch.zeros_like(weight)))
+    dist.all_reduce(result["loss"])
+    return result
+
+
+def compare(result: Any, expected: dict[str, Tensor]) -> str:
+    """Return "yes", the largest difference, relative to the largest gradient, or a message."""
+    if isinstance(result, str):
+        return result
+    expected = {name: x for name, x in expected.items() if x.numel()}
+    largest = max(x.abs().max().item() for x in expected.values())
+    worst = max((result[name] - x).abs().max().item() for name, x in expected.items()) / largest
+    return "yes" if worst < LIMIT else f"differs by {worst:.1g}"
+
+
+def find_variant(family: str, head: str) -> tuple[dict[str, Any], Any, Batch, dict[str, Tensor]]:
+    """Return (sizes, model, batch, loss and gradients) of a model that trains with images and eager
+    attention. Raises ValueError with the first error if none does."""
+    errors = []
+
+    def attempt(variant: dict[str, Any]) -> Any:
+        model = build(family, head, "eager", variant)
+        batch = make_batch(model, *find_images(model))
+        return variant, model, batch, train(model, batch)
+
+    for variant in families.VARIANTS:
+        found = families.attempt(partial(attempt, variant))
+        if not isinstance(found, str):
+            return found
+        errors.append(found)
+    raise ValueError(errors[0])
+
+
+def check(family: str, head: str) -> str:
+    """Try a family, in this process: "yes", or why not."""
+    variant, model, batch, expected = find_variant(family, head)
+    text = {id(x) for x in model.get_decoder().parameters()} | {
+        id(x) for x in model.get_output_embeddings().parameters()
+    }
+    tower = [name for name, x in model.named_parameters() if id(x) not in text and name in expected]
+    if not any(bool(expected[name].any()) for name in tower):
+        return "no gradient reaches the vision tower on one process"
+    model = build(family, head, "tritoncp", variant)
+    results = [
+        compare(result, expected)
+        for size in (2, 4)
+        for result in ranks.run(size, train_on_ranks, model, [batch, pack(batch)], timeout=SECONDS)[0]
+    ]
+    return next((one for one in results if one != "yes"), "yes")
+
+
+def check_families(cases: list[tuple[str, str]]) -> Iterator[str]:
+    """Try families one after the other."""
+    for family, head in cases:
+        yield families.attempt(partial(check, family, head))
+
+
+def check_in_child(family: str, head: str) -> str:
+    """Try a family in a separate process, which may die or take too long."""
+    with WorkerPool(check_families, 1, timeout=SECONDS, method="fork") as pool:
+        ((_, result),) = pool.run([[(family, head)]])
+    return result.why if isinstance(result, Lost) else str(result)
+
+
+def list_families() -> dict[str, str]:
+    """Return the class of each family whose models embed images, by model type."""
+    return {family: head for family, head in families.list_families().items() if _embeds_images(head)}
+
+
+def _embeds_images(head: str) -> bool:
+    cls = getattr(transformers, head)
+    return hasattr(cls, "get_image_features") or "pixel_values" in inspect.signature(cls.forward).parameters
+
+
+def read_list() -> dict[str, str]:
+    """Return "yes" or the reason of each family of the page."""
+    found = {}
+    for line in families.PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines():
+        names, _, reason = line.removeprefix("- ").partition("`: ")
+        if line.startswith("- "):
+            found |= dict.fromkeys(re.findall(r"`([\w.-]+)", names), reason or "yes")
+    return found
+
+
+def write_list(rows: dict[str, str]) -> None:
+    """Write all families into the page, in one item for equal reasons."""
+    head, _, rest = families.PAGE.read_text().partition(BEGIN)
+    _, _, rest = rest.partition(END)
+    groups: dict[str, list[str]] = {}
+    for family, reason in sorted(rows.items()):
+        groups.setdefault(families.shorten(reason), []).append(f"`{family}`")
+    lines = [
+        f"- {', '.join(names)}" + f": {reason}" * (reason != "yes")
+        for reason, names in sorted(groups.items(), key=lambda item: (item[0] != "yes", -len(item[1])))
+    ]
+    families.PAGE.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest}")
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--write", is_flag=True, help="Write the list into docs/models.md.")
+def main(names: tuple[str, ...], write: bool) -> None:
+    """Try the families NAMES of transformers with images, all unless named."""
+    families.prepare()
+    heads, rows = list_families(), read_list()
+    for family in names or heads:
+        rows[family] = check_in_child(family, heads[family])
+        click.echo(f"{family}\t{rows[family]}")
+        if write:
+            write_list(rows)
+
+
+if __name__ == "__main__":
+    main()

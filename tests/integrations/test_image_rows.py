@@ -1,0 +1,72 @@
+"""Tests of who embeds images, and of the ways of their rows between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.multiprocess import ranks
+from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, exchange_rows
+from tritoncp.integrations.transformers.images.parts import own_part, share_images
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 5))
+def test_consecutive_images_are_shared_evenly(sizes: list[int], world: int) -> None:
+    """No rank has more than its share and the largest image."""
+    parts = share_images(sizes, world)
+    assert [i for first, end in parts for i in range(first, end)] == list(range(len(sizes)))
+    assert all(sum(sizes[first:end]) <= sum(sizes) / world + max(sizes) for first, end in parts)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=6), st.integers(1, 4))
+def test_patches_of_images_go_with_their_grids(grids: list[tuple[int, int]], world: int) -> None:
+    grid = torch.tensor([[1, *pair] for pair in grids])
+    image = torch.arange(len(grid)).repeat_interleave(grid.prod(-1))
+    parts = [
+        own_part({"pixel_values": image[:, None], "image_grid_thw": grid}, r, world) for r in range(world)
+    ]
+    owners = [part.arguments for part in parts if part.is_owner]
+    assert torch.equal(torch.cat([own["pixel_values"] for own in owners])[:, 0], image)
+    assert torch.equal(torch.cat([own["image_grid_thw"] for own in owners]), grid)
+    for part in parts:
+        assert part.is_split and len(part.arguments["image_grid_thw"]) >= 1
+        assert len(part.arguments["pixel_values"]) == part.arguments["image_grid_thw"].prod(-1).sum()
+
+
+def test_blank_images_that_fill_up_rows_are_left_out() -> None:
+    images = torch.ones(2, 3, 1, 2, 2)
+    images[0, 1:] = 0
+    mask = torch.arange(6).view(2, 3, 1, 1).expand(2, 3, 2, 2)
+    parts = [own_part({"pixel_values": images, "pixel_attention_mask": mask}, rank, 2) for rank in range(2)]
+    kept = torch.cat([part.arguments["pixel_attention_mask"] for part in parts])
+    assert kept[:, 0, 0, 0].tolist() == [0, 3, 4, 5]
+
+
+def test_arguments_that_are_not_of_single_images_leave_all_images_to_all_ranks() -> None:
+    images = torch.ones(2, 3, 4, 4)
+    for other in ({"batch_num_images": torch.ones(2)}, {"image_sizes": torch.ones(3, 2)}):
+        part = own_part({"pixel_values": images, **other}, 1, 2)
+        assert (part.arguments, part.is_owner, part.is_split) == ({}, True, False)
+
+
+def test_rows_and_their_gradients_cross_ranks_exactly() -> None:
+    """One rank owns no row: what it computes goes nowhere, and has gradient 0."""
+    owned, readers = [3, 0, 4], torch.tensor([2, 0, 0, 1, 1, 1, 0])
+    features = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def work(group: Any) -> Any:
+        rank, rows = group.rank(), FeatureRows(readers)
+        first = sum(owned[:rank])
+        x = features[first : first + max(owned[rank], 1)].clone().requires_grad_()
+        out = exchange_rows(x, RowExchange(rows, owned, group))
+        (out * (rows.wanted_by(rank)[:, None] + 1)).sum().backward()
+        return out.detach(), x.grad
+
+    for rank, (out, grad) in enumerate(ranks.run(3, work)):
+        assert torch.equal(out, features[readers == rank])
+        first = sum(owned[:rank])
+        expected = torch.arange(first, first + owned[rank], dtype=torch.float64)[:, None].expand(-1, 5) + 1
+        assert torch.equal(grad, expected if owned[rank] else torch.zeros(1, 5, dtype=torch.float64))

@@ -1,0 +1,183 @@
+"""Methods that embed images, videos or audio: each rank embeds its part, and gets the rows of its tokens.
+
+A model embeds features by `get_image_features` and its kin, and puts their rows into the places of the tokens
+that stand for them. On a shard these are other tokens: the wrapper returns their rows, so that the code of
+the model holds. The methods run on every rank, as FSDP needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from tritoncp.distributed import groups
+from tritoncp.distributed.consistency import fact, together
+from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, exchange_rows
+from tritoncp.integrations.transformers.images.parts import own_part
+
+# Inputs whose embeddings replace embeddings of tokens, and the methods that embed them.
+FEATURES = {
+    "pixel_values": "image",
+    "pixel_values_images": "image",
+    "pixel_values_videos": "video",
+    "input_features": "audio",
+    "input_values": "audio",
+}
+PLACED = ("pooler_output", "deepstack_features")  # results with a row for each token
+
+
+@dataclass
+class OwnFeatures:
+    """A method that embeds the images of a batch, for a rank that has a shard of its tokens.
+
+    method: the method of the model
+    kind:   "image", "video" or "audio"
+    plan:   returns the plan of the running call of the model, or None
+    """
+
+    method: Callable[..., Any]
+    kind: str
+    plan: Callable[[], Any]
+    runs: list[bool] = field(default_factory=list)  # one of the model's methods may call another one
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("context_parallel", None)
+        plan = self.plan()
+        if plan is None or not plan.several or self.kind not in plan.features or self.runs:
+            return self.method(*args, **kwargs)
+        self.runs.append(True)
+        try:
+            return self._embed(plan, *args, **kwargs)
+        finally:
+            self.runs.pop()
+
+    def _embed(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
+        """Embed this rank's part, and return the result with the rows of this rank's tokens."""
+        group, rows = groups.group_of(plan.mesh), plan.features[self.kind]
+        names = inspect.signature(self.method).parameters
+        call = {**dict(zip(names, args)), **kwargs}
+        named = {name: call[name] for name in names if name in call}
+        part = own_part(named, group.rank(), group.size())
+        out = self.method(**call | part.arguments)
+        is_output = isinstance(out, ModelOutput)
+        features = out.pooler_output if is_output else out
+        embedded = sum(len(x) for x in _rows(features))
+        owned = embedded * part.is_owner
+        purpose = f"features of {self.kind}s"
+        _, numbers = together(group, purpose, lambda: (None, {"call": fact(purpose)}, (owned,)))
+        counts = [number for (number,) in numbers]
+        total = sum(counts) if part.is_split else embedded
+        if total != len(rows):
+            raise ValueError(
+                f"{self.kind}s of the batch have {total} rows of features, and {len(rows)} tokens of "
+                f"input_ids stand for them ({self.kind}_token_id): as many are needed"
+            )
+        if part.is_split:
+            place = partial(exchange_rows, exchange=RowExchange(rows, counts, group))
+        else:
+            place = partial(_select, index=rows.wanted_by(group.rank()))
+        if not is_output:
+            return _place(out, place)
+        for name in PLACED:
+            if out.get(name) is not None:
+                out[name] = _place(out[name], place)
+        return out
+
+
+def _select(x: Tensor, index: Tensor) -> Tensor:
+    return x[index.to(x.device)]
+
+
+def _rows(x: Any) -> list[Tensor]:
+    """Return the features of each image, [rows, E], from a method's result: [images, rows, E], [rows, E] or a
+    list of these."""
+    parts = [x] if isinstance(x, Tensor) else list(x)
+    return [part.reshape(-1, part.shape[-1]) for part in parts]
+
+
+def _place(x: Any, place: Callable[[Tensor], Tensor]) -> Any:
+    """Return the local rows of features, in the form of the method's result: as images of one row each."""
+    if isinstance(x, Tensor):
+        rows = place(_rows(x)[0])
+        return rows.reshape(len(rows), *[1] * (x.ndim - 2), rows.shape[1])
+    if isinstance(x, list | tuple) and x and all(isinstance(part, Tensor) for part in x):
+        rows = place(torch.cat(_rows(x)))
+        return type(x)([rows.reshape(len(rows), *[1] * (x[0].ndim - 2), rows.shape[1])])
+    return type(x)([_place(part, place) for part in x]) if isinstance(x, list | tuple) else x
+
+
+def methods_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield (module, name of the method, kind) of all methods of a model that embed features."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            for kind in dict.fromkeys(FEATURES.values()):
+                if callable(getattr(module, f"get_{kind}_features", None)):
+                    yield module, f"get_{kind}_features", kind
+
+
+def hook_features(model: nn.Module, plan: Callable[[], Any]) -> bool:
+    """Let the methods of a model that embed features serve shards; return whether it has any."""
+    runs: list[bool] = []
+    methods = list(methods_of(model))
+    for module, name, kind in methods:
+        setattr(module, name, OwnFeatures(getattr(module, name), kind, plan, runs))
+    return bool(methods)
+
+
+def feature_tokens(batch: Mapping[str, Any], model: nn.Module | None) -> dict[str, int]:
+    """Return the token that stands for each kind of features in a batch.
+
+    Raises ValueError for features that the ranks of a model cannot share.
+    """
+    found = {}
+    for name, kind in FEATURES.items():
+        if batch.get(name) is None:
+            continue
+        ids = batch.get("input_ids")
+        tokens = [] if model is None else _token_ids(model, kind)
+        if not tokens or ids is None:
+            reason = (
+                "which the model embeds: pass the model to shard_batch, in place of its config"
+                if model is None
+                else f"and no input_ids [B, S] in which tokens stand for {kind}s"
+                if tokens
+                else f"but {type(model).__name__} has no method get_{kind}_features, or no {kind}_token_id"
+            )
+            raise ValueError(
+                f"the batch has {name}, {reason}; or pass inputs_embeds [B, S, E] of the whole batch with "
+                "these features, in place of input_ids and them; or run the model on whole sequences, "
+                "without shard_batch"
+            )
+        found[kind] = next((token for token in tokens if bool((ids == token).any())), tokens[0])
+    return found
+
+
+def _token_ids(model: nn.Module, kind: str) -> list[int]:
+    """Return the tokens that may stand for features of a kind. GLM-4.1V has images' tokens in videos."""
+    configs = [module.config for module, _, one in methods_of(model) if one == kind]
+    kinds = (kind, "image") if kind == "video" else (kind,)
+    names = [f"{one}_token_{end}" for one in kinds for end in ("id", "index")]
+    found = [getattr(config, name, None) for config in configs for name in names]
+    return [token for token in found if isinstance(token, int)]
+
+
+def names_of_features(model: nn.Module | None) -> set[str]:
+    """Return the names of arguments that describe features, which are passed on whole."""
+    methods = [] if model is None else [getattr(module, name) for module, name, _ in methods_of(model)]
+    return {*FEATURES, *(one for method in methods for one in inspect.signature(method).parameters)}
+
+
+def place_features(
+    batch: Mapping[str, Any], tokens: Mapping[str, int], placement: Any
+) -> dict[str, FeatureRows]:
+    """Return where the rows of each kind of features belong."""
+    return {kind: FeatureRows.of(batch["input_ids"] == token, placement) for kind, token in tokens.items()}
