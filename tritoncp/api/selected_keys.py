@@ -12,6 +12,7 @@ from tritoncp.api.plans import MaskLike
 from tritoncp.api.reshard import unshard
 from tritoncp.api.shards import placement_of
 from tritoncp.call.check_arguments import check_mesh
+from tritoncp.call.plan_cache import current_mask
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed.groups import Mesh, place_in_group
 from tritoncp.masks.closed_forms import as_int
@@ -96,9 +97,8 @@ def _select(
     """Gather the keys, and choose."""
     place = place_in_group(mesh)
     check_mesh(mesh, block_mask)
-    key = key.detach()
+    key, block_mask = key.detach(), current_mask(block_mask)
     if isinstance(block_mask, Plan):
-        block_mask.check_sources()
         whole = unshard(key, block_mask, mesh, dim=2, side="kv")
         mask, first_row, at = block_mask.mask, block_mask.first_row, block_mask.positions
     else:
