@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tritoncp
 from tests import cases
 from tests.cases import Case
+from tritoncp.api.attention import run_call
 from tritoncp.call import engine_factory
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.mods import mod
@@ -145,3 +146,24 @@ def test_a_mode_around_a_call_changes_no_bit(mode: str, rows: slice, monkeypatch
             results.append(answers(row, context))
         for got, want in zip(*results, strict=True):
             assert (got is None and want is None) or torch.equal(got, want), row
+
+
+class Noting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("cpu_engine")
+def test_to_each_mode_of_torch_functions_a_call_is_one_function() -> None:
+    x, outer, inner = torch.randn(1, 2, 32, 16), Noting(), Noting()
+    want = tritoncp.flex_attention(x, x, x, tritoncp.causal())
+    with outer, inner:
+        got = tritoncp.flex_attention(x, x, x, tritoncp.causal())
+    assert torch.equal(got, want)
+    for mode in (outer, inner):
+        assert [fn for fn in mode.seen if fn.__name__ != "__get__"] == [run_call]  # and attributes of tensors

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+from torch.overrides import handle_torch_function
 
 from tritoncp.api.group_call import group_call, stop_traced_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.call import traced
 from tritoncp.call.autograd import attend
-from tritoncp.call.check_arguments import check_call, check_mesh
+from tritoncp.call.check_arguments import check_call
 from tritoncp.call.plan_cache import find_plan
 from tritoncp.call.prepare import prepare
 from tritoncp.call.read import Arguments, sort_arguments
@@ -197,8 +196,8 @@ def flex_attention(
 
         local = dtensors.localize(call)
         results = dtensors.as_dtensors(local.results(run_call(local)), query, selected)
-        return results
-    results = call.results(run_call(call))
+    else:
+        results = call.results(run_call(call))
     return results
 
 
@@ -209,7 +208,6 @@ def run_call(call: Arguments) -> list[Tensor]:
         query, key, value = dispatch.cast_for_autocast(*call[:3])
         call = call._replace(query=query, key=key, value=value)
     dispatch.refuse_transforms()
-    check_mesh(call.mesh, call.block_mask)
     if torch.compiler.is_dynamo_compiling():
         try:
             return traced.attend_in_graph(call)
@@ -222,10 +220,10 @@ def run_call(call: Arguments) -> list[Tensor]:
 
 @host_only
 def _run_on_host(call: Arguments) -> list[Tensor]:
-    """Run a call outside of a graph that Dynamo traces."""
-    if (substitute := _SUBSTITUTE.get()) is not None:
-        with substitute_calls(None):
-            return substitute(call)
+    """Run a call outside of a graph that Dynamo traces. To a mode of torch functions it is one function."""
+    if torch._C._is_torch_function_mode_enabled():
+        results: list[Tensor] = handle_torch_function(run_call, (), call)
+        return results
     if dispatch.is_traced(call.query):
         with dispatch.fake_mode_of(call.query):
             return traced.attend_in_graph(call)
@@ -236,18 +234,3 @@ def _run_on_host(call: Arguments) -> list[Tensor]:
     if call.wants_probabilities:
         results += probabilities([prepared], [call], [results[1]])
     return results
-
-
-Substitute = Callable[[Arguments], list[Tensor]]
-_SUBSTITUTE: ContextVar[Substitute | None] = ContextVar("substitute", default=None)
-
-
-@contextmanager
-def substitute_calls(call: Substitute | None) -> Iterator[None]:
-    """Replace `flex_attention` inside this context: ``call`` takes the place of :func:`run_call`. None: no
-    replacement."""
-    token = _SUBSTITUTE.set(call)
-    try:
-        yield
-    finally:
-        _SUBSTITUTE.reset(token)

@@ -24,7 +24,6 @@ from tritoncp.graph.layouts import Uncapturable
 from tritoncp.graph.reshard import Reshard
 from tritoncp.graph.row_moves import move_rows
 from tritoncp.masks.closed_forms import as_int
-from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.plan import Plan
 from tritoncp.selection.choice import ACTIVATIONS, POOLS, KeyChoice, choose
@@ -116,7 +115,8 @@ def _choose_on_host(
             return _choose_in_graph(query, key, weights, block_mask, choice, world)
     group = groups.group_by_name(world) if world else None
     sizes = ShardSizes.of(query, key)
-    plan = plan_cache.plan_for(plain_mask(block_mask), sizes, group, ("select_keys", sizes, world))
+    mask = plan_cache.current_mask(block_mask)
+    plan = plan_cache.plan_for(mask, sizes, group, ("select_keys", sizes, world))
     if dispatch.needs_dispatcher([query, key]):
         chosen: Tensor = call_op(select_keys_op, query, key, weights, handle_of(plan), *choice, world)
         return chosen

@@ -248,7 +248,7 @@ class World:
                 f"{names[0]} was passed to a simulated world, whose ranks are all in this process: omit it"
             )
         score_mod, block_mask, _ = sort_arguments(score_mod, block_mask, None)
-        mask = plain_mask(block_mask)
+        mask = plan_cache.current_mask(block_mask)
         sides: tuple[Sequence[Any], ...]
         sides = queries, keys, [None] * self.world_size if values is None else values
         for xs in sides:
@@ -256,7 +256,6 @@ class World:
         queries, keys, values = (list(dispatch.cast_for_autocast(*xs)) for xs in sides)
         if isinstance(mask, Plan):
             self._check(mask)
-            mask.check_sources()
         selections = options.pop("selected", None)
         chosen = [None] * self.world_size if selections is None else selections
         self._count(chosen)

@@ -35,6 +35,7 @@ def check_call(call: Arguments) -> Arguments:
     """Refuse wrong arguments before ranks exchange their lengths to make a plan. Returns the call with its
     kind, and with keys and values of the queries' batch size. A call with the :func:`call_key` of an earlier
     call is not checked again."""
+    check_mesh(call.mesh, call.block_mask)
     group, kind = groups.group_of(call.mesh), None
     key = None if call.expand is not None else call_key(call, group)  # parameters are read at each call
     if key is not None:

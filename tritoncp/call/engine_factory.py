@@ -104,7 +104,8 @@ def engine_of(
     if kept is None:
         kept = engines.put(EngineKey(*key), _make_engine(call, q, v, grads))
     engine, mask_copy = kept
-    mask_mod = mask_copy and mask_copy.on_current_stream()  # the engine reads its tensors on this stream
+    # The engine reads the tensors of its mask_mod on this stream.
+    mask_mod = None if mask_copy is None else mask_copy.on_current_stream()
     if score is not None and (tensors or score.numbers):
         caps = arguments(tensors, score.numbers)
         engine = engine.with_captures(caps, gradient_arguments(grads) if grads else ())

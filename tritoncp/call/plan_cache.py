@@ -67,9 +67,19 @@ def find_plan(call: Arguments) -> Plan:
     kind = call.kind
     assert kind is not None
     group, key = kind.ranks and kind.ranks(), kind if kind.is_kept else None
-    plan = plan_for(plain_mask(call.block_mask), kind.sizes, group, key, call.batch_offset)
+    plan = plan_for(current_mask(call.block_mask), kind.sizes, group, key, call.batch_offset)
     check_shards.check_order(plan, call.positions)
     return plan
+
+
+def current_mask(block_mask: Any) -> Any:
+    """Return the mask or Plan that a call was given. Raises RuntimeError for a Plan if state that its
+    mask_mod reads has changed since the mask was made; :meth:`MaskState.of` reads the state of other
+    masks."""
+    mask = plain_mask(block_mask)
+    if isinstance(mask, Plan):
+        mask.check_sources()
+    return mask
 
 
 def plan_for(
@@ -79,8 +89,10 @@ def plan_for(
     call_key: Any = None,
     batch_offset: int | None = None,
 ) -> Plan:
-    """Return the plan of a call, after a check of the shards' sizes: ``mask`` itself if it is a Plan whose
-    mask is unchanged, else the natural-order plan of the raw mask, from the cache or new.
+    """Return the plan of a call, after a check of the shards' sizes: ``mask`` itself if it is a Plan, else
+    the natural-order plan of the raw mask, from the cache or new.
+
+    mask: result of :func:`current_mask`
 
     call_key: hashable; a plan checked once for a key is not checked again for it
     batch_offset: batch row of the mask for row 0 of the shards (None: the shards have all rows)
@@ -91,7 +103,6 @@ def plan_for(
         return whole.batch_rows(batch_offset, sizes.batch)
     if isinstance(mask, Plan):
         _check_call(mask, sizes, group, call_key)
-        mask.check_sources()
         return mask
     state, cache = MaskState.of(mask), _CACHES.of(group)
     key = state.key, sizes.rows, sizes.kv_rows, sizes.batch, sizes.latent and sizes

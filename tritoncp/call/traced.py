@@ -29,6 +29,7 @@ def attend_in_graph(call: Arguments) -> list[Tensor]:
 
     Raises Uncapturable for a mod or mask that cannot be part of a graph.
     """
+    check_arguments.check_mesh(call.mesh, call.block_mask)
     world = place_in_group(call.mesh)[0]
     call = check_arguments.shared_batch(check_arguments.check_arguments(call))
     captures: list[Tensor] = []
@@ -114,7 +115,7 @@ def _plan(
     """
     group = groups.group_by_name(world) if world else None
     with failures.closing(group):
-        mask = rebuild(structure, tensors, ints)
+        mask = plan_cache.current_mask(rebuild(structure, tensors, ints))
         call_key = *shape, group and (group.size(), group.rank()), batch_offset
         sizes = ShardSizes(*shape)
         plan = plan_cache.plan_for(mask, sizes, group, call_key, batch_offset=batch_offset)

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tritoncp.api.attention import run_call, substitute_calls
+from tritoncp.api.attention import run_call
 from tritoncp.call import plan_cache
 from tritoncp.call.read import Arguments, ShardSizes
 from tritoncp.chunking.attention_nodes import prefixes
 from tritoncp.chunking.report import NO_ROWS, ChunkingError
 from tritoncp.distributed import groups
-from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.parts import chunk_range
 from tritoncp.planning.plan import Plan
 
@@ -82,8 +81,8 @@ class Eager(nn.Module):
             own, positional, named = tree_map(
                 lambda value, index=index: self._piece(value, x, index), (x, args, kwargs)
             )
-            calls.begin(index, [*uncut, *self.module.parameters(), *self.module.buffers()])
-            with substitute_calls(calls.run_chunk), calls.memory:
+            calls.begin(index)
+            with ChunkMode(calls, [*uncut, *self.module.parameters(), *self.module.buffers()]):
                 results.append(self.module(own, *positional, **named))
         return concatenate(results, axis, list(map(len, calls.rows)))
 
@@ -129,14 +128,13 @@ def concatenate(results: list[Any], axis: int, rows: list[int]) -> Any:
     return tree_map(join, *results)
 
 
-class UncutMemory(TorchFunctionMode):
-    """Mode that tracks the tensors computed only from tensors that are not cut, which have no rows of a
-    chunk. watches: whether it inspects operations"""
+class ChunkMode(TorchFunctionMode):
+    """Mode that runs the attention of one chunk, and tracks the tensors computed only from tensors that are
+    not cut, which have no rows of a chunk. given: the tensors that all chunks read whole"""
 
-    def __init__(self, given: list[Tensor]) -> None:
+    def __init__(self, calls: Calls, given: list[Tensor]) -> None:
         super().__init__()
-        self.watches = True
-        self.known: dict[int, Tensor] = {}
+        self.calls, self.known = calls, dict[int, Tensor]()
         self.add(given)
 
     def add(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -147,9 +145,9 @@ class UncutMemory(TorchFunctionMode):
         return all(id(x) in self.known for x in tensors)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is run_call:
+            return self._attend(*args)
         results = func(*args, **(kwargs or {}))
-        if not self.watches:
-            return results
         inputs, outputs = (
             [x for x in tree_leaves(values) if isinstance(x, Tensor)] for values in ((args, kwargs), results)
         )
@@ -160,6 +158,14 @@ class UncutMemory(TorchFunctionMode):
                 self.known.pop(id(x), None)
         return results
 
+    def _attend(self, call: Arguments) -> list[Tensor]:
+        """Run attention of this chunk; attention of a memory is a part of the memory."""
+        if self.calls.is_recorded:
+            _refuse_checkpoint()
+        if self.holds(call.query, call.key):
+            return self.add(run_call(call))
+        return run_call(self.calls.cut(call, of_memory=self.holds(call.key)))
+
 
 class Calls:
     """Attention calls of the module in :class:`Eager`: collects keys and values of previous chunks.
@@ -167,42 +173,30 @@ class Calls:
     rows:        number of rows of each chunk
     is_recorded: whether a backward pass may follow
     index:       index of the running chunk
-    memory:      tensors without rows of the chunk
     numbers:     counts the calls whose keys are cut
     """
 
     index: int
-    memory: UncutMemory
     numbers: Iterator[int]
 
     def __init__(self, dim: str, rows: list[range]) -> None:
         self.dim, self.rows, self.is_recorded = dim, rows, torch.is_grad_enabled()
         self.keys: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the number of the call in a chunk
 
-    def begin(self, index: int, uncut: list[Tensor]) -> None:
-        """Begin a chunk. uncut: tensors that all chunks read whole"""
-        self.index, self.memory, self.numbers = index, UncutMemory(uncut), itertools.count()
+    def begin(self, index: int) -> None:
+        """Begin a chunk."""
+        self.index, self.numbers = index, itertools.count()
 
-    def run_chunk(self, call: Arguments) -> list[Tensor]:
-        """Run attention of one chunk, with the argument and results of `api.attention.run_call`."""
-        if self.is_recorded:
-            _refuse_checkpoint()
-        of_memory = self.memory.holds(call.query, call.key)
-        self.memory.watches = False
-        try:
-            if not of_memory:
-                plan, key, value = self._cut(*call[:3], plain_mask(call.block_mask), call.mesh)
-                call = call._replace(block_mask=plan, key=key, value=value)
-            results = run_call(call)
-        finally:
-            self.memory.watches = True
-        return self.memory.add(results) if of_memory else results
+    def cut(self, call: Arguments, of_memory: bool) -> Arguments:
+        """Return the call with the plan of this chunk, and the keys and values that its queries read.
+        of_memory: whether all chunks see the same keys"""
+        mask = plan_cache.current_mask(call.block_mask)
+        plan, key, value = self._cut(*call[:3], mask, call.mesh, of_memory)
+        return call._replace(block_mask=plan, key=key, value=value)
 
     def _cut(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, mesh: Any
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, mesh: Any, of_memory: bool
     ) -> tuple[Plan, Tensor, Tensor]:
-        """Return the plan of this chunk, and the keys and values that its queries read."""
-        of_memory = self.memory.holds(key)
         names = ("batch",) if self.dim == "batch" else ("rows",) if of_memory else ("rows", "kv_rows")
         plan = self._plan(ShardSizes.of(query, key), names, mask, mesh)
         own, total = self.rows[self.index], len(self.rows)

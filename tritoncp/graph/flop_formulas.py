@@ -20,9 +20,12 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.graph.spec import decode_spec
 from tritoncp.masks.visible_keys import count_visible_keys
 from tritoncp.mods.tracing import fresh_dispatch
+from tritoncp.planning.derived import PlanCache
 from tritoncp.planning.plan import Plan
 
-MAX_COUNTS = 1024  # max counts of one plan, by rank, batch rows and heads
+MAX_COUNTS = 1024  # max counts of one plan
+# Visible pairs of each plan, by rank, batch rows and heads.
+_PAIR_COUNTS: PlanCache[BoundedCache[tuple[int, int, int], int]] = PlanCache(lambda: BoundedCache(MAX_COUNTS))
 
 
 def count_flops(pairs: int, dim: int, v_dim: int, forward: bool) -> int:
@@ -34,15 +37,10 @@ def count_flops(pairs: int, dim: int, v_dim: int, forward: bool) -> int:
     return 2 * pairs * (dim + v_dim if forward else 3 * dim + 2 * v_dim)
 
 
-class PairCounts(BoundedCache[Any, int]):
-    """Counts of visible pairs of one plan."""
-
-
 @on_host
 def count_pairs(plan: Plan, batch: int, heads: int) -> int:
     """Count the visible pairs of this rank's queries, over a call's batch rows and query heads."""
-    counts = plan.derived.caches.setdefault(PairCounts, PairCounts(MAX_COUNTS))
-    key = plan.rank, batch, heads
+    counts, key = _PAIR_COUNTS.of(plan.derived), (plan.rank, batch, heads)
     total: int | None = counts.get(key)
     if total is None:
         keys = count_visible_keys(plan.mask, batch, heads, plan.first_row)

@@ -264,7 +264,11 @@ class Plan(BlockMaskInterface):
         return self.mask.sparsity()
 
     def check_sources(self) -> None:
-        """Raise RuntimeError if state that the mask_mod reads has changed since the mask was made."""
+        """Raise RuntimeError if state that the mask_mod reads has changed since the mask was made.
+
+        A call asks where it takes its mask (:func:`tritoncp.call.plan_cache.current_mask`), a backward pass
+        at its start, and an op that a graph or torch.jit may run again, at each run.
+        """
         self.mask.check_state(user="plan")
 
     # -- parts of a plan ------------------------------------------------------------------------------

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.records import fields_of
 from tritoncp.distributed.collectives import AllGather, AllToAll, Collective, ReduceScatter, Requests, Ticket
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.planning.costs.layer import Shape
 from tritoncp.planning.costs.traffic import Fetch, Hop
+from tritoncp.planning.derived import PlanCache
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, Engine, ForwardStep, PreparedStep, Tables
 from tritoncp.report.memory_meter import MemoryMeter
@@ -28,6 +30,7 @@ from tritoncp.report.samples import differing_turns, ranks_to_measure
 T = TypeVar("T")
 META = torch.device("meta")
 INDEX = torch.empty((), dtype=torch.int64, device=META)  # in place of a table of rows
+MAX_PEAKS = 64  # max peaks of a plan
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes of a number
 
 
@@ -38,10 +41,17 @@ class Peak(NamedTuple):
     backward: int
 
 
+# Of each plan: by schedule, degree and shape.
+_PEAKS: PlanCache[BoundedCache[Any, Peak]] = PlanCache(lambda: BoundedCache(MAX_PEAKS))
+
+
 def largest_peak(plan: Plan, shape: Shape) -> Peak:
-    """Measure the max memory of a rank under the plan's schedule, in each pass."""
-    peaks = [measure(plan.for_rank(rank), shape) for rank in ranks_to_measure(plan, shape)]
-    return Peak(*map(max, zip(*peaks, strict=True)))
+    """Measure the max memory of a rank under the plan's schedule, in each pass, once for a shape."""
+    known, key = _PEAKS.of(plan.derived), (plan.schedule, plan.degree, shape)
+    if (peak := known.get(key)) is None:
+        peaks = [measure(plan.for_rank(rank), shape) for rank in ranks_to_measure(plan, shape)]
+        peak = known.put(key, Peak(*map(max, zip(*peaks, strict=True))))
+    return peak
 
 
 def measure(plan: Plan, shape: Shape, watch: Callable[[Collective], object] = id) -> Peak:
