@@ -60,8 +60,8 @@ def attend_in_graph(call: Arguments) -> list[Tensor]:
     arguments = dispatch.as_inputs(captures), numbers, scale, plan, spec
     results = forward_op(*call[:3], *arguments)
     if call.wants_probabilities:
-        inputs, without = pass_inputs(call, results[1]), [x.detach() for x in arguments[0]]
-        found = probabilities_op(*inputs, *sizes_of(call), without, *arguments[1:])
+        tensors, without = pass_inputs(call, results[1]), [x.detach() for x in arguments[0]]
+        found = probabilities_op(*tensors, *sizes_of(call), without, *arguments[1:])
         results = [*results, selected.in_order(found)]
     return results
 
