@@ -261,6 +261,42 @@ def test_a_wrong_argument_of_select_keys_is_refused(change: dict[str, Any], mess
         select_keys(**options)
 
 
+def test_a_wrong_selection_is_refused_before_anything_moves() -> None:
+    """On every rank of a simulated world, and in a graph, where only the run knows the indices."""
+    world, plan = tritoncp.simulate(2), make_plan(mask())
+    placed = world.make_plan(mask())
+    shards = [world.shard(x, placed, dim=2) for x in qkv()]
+    wrong = [Selection(x) for x in world.shard(draw(), placed, dim=2, pad=-1)]
+    wrong[1] = Selection(wrong[1].indices + S)
+    with pytest.raises(ValueError, match="the sequence has 96 keys, 0 to 95"):
+        world.flex_attention(*shards, placed, enable_gqa=True, selected=wrong)
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        return flex_attention(q, k, v, plan, enable_gqa=True, selected=Selection(indices))
+
+    attend(*qkv(), draw())
+    with pytest.raises(ValueError, match="the sequence has 96 keys, 0 to 95"):
+        attend(*qkv(), draw() + S)
+
+
+def test_indices_of_floats_that_require_grad_are_refused() -> None:
+    wrong = torch.zeros(1, 1, S, 2, requires_grad=True)  # integers cannot require grad
+    with pytest.raises(TypeError, match=r"indices are torch\.float32; an int32 or int64 tensor is needed"):
+        flex_attention(*qkv(), mask(), enable_gqa=True, selected=Selection(wrong))
+
+
+def test_unchecked_indices_past_the_end_select_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU without TRITONCP_CHECK=1, also past the range of int32, and below -1."""
+    monkeypatch.setattr("tritoncp.call.prepare.check_indices", lambda selection, kv_len: None)
+    q, k, v = qkv()
+    inside = draw().long()
+    past = torch.tensor([S, 2**31 + 3, 2**40 + 1, -7]).expand(2, 1, S, 4)
+    chosen = Selection(torch.cat([past, inside], 3))
+    out = flex_attention(q, k, v, mask(), enable_gqa=True, selected=chosen)
+    agree([out], [dense(q, k, v, inside).out])
+
+
 def test_a_query_that_sees_nothing_gives_zeros() -> None:
     q, k, v = qkv()
     nothing = Selection(torch.full((1, 1, S, 3), -1))

@@ -117,9 +117,7 @@ def test_a_drawn_selection_equals_dense_attention(
 
 @settings(max_examples=5)
 @given(DRAWN, st.sampled_from(SCHEDULES))
-def test_a_drawn_selection_has_equal_bits_in_every_run(
-    drawn: Drawn, schedule: str
-) -> None:
+def test_a_drawn_selection_has_equal_bits_in_every_run(drawn: Drawn, schedule: str) -> None:
     first, second = (drawn.in_world(3, schedule, "ptrr") for _ in range(2))
     assert all(map(torch.equal, first, second))
 

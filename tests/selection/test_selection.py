@@ -48,6 +48,26 @@ def test_a_selection_that_does_not_fit_is_refused(chosen: Selection, message: st
         check(chosen)
 
 
+@pytest.mark.parametrize("checks", [False, True])
+def test_indices_on_a_device_are_looked_at_only_on_request(
+    checks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at them waits for the device."""
+
+    class OnDevice(torch.Tensor):
+        @property
+        def device(self) -> torch.device:
+            return torch.device("cuda", 0)
+
+    monkeypatch.setenv("TRITONCP_CHECK", "1" if checks else "0")
+    chosen = Selection(torch.full((1, 1, 8, 2), 40).int().as_subclass(OnDevice))
+    if not checks:
+        check_indices(chosen, 40)
+        return
+    with pytest.raises(ValueError, match="index 40"):
+        check_indices(chosen, 40)
+
+
 def test_a_selection_that_fits_is_accepted() -> None:
     for shape, *sizes in (((1, 1, 8, 2),), ((2, 4, 8, 0),), ((2, 2, 3, 2), 16, 3)):
         chosen = Selection(torch.zeros(shape).int(), *sizes)

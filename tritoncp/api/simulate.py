@@ -178,7 +178,24 @@ class World:
         block_mask: MaskLike | None = None, activation: str = "relu", pool: str = "mean",
         own: bool | None = None, first: int = 0, last: int = 0,
     ) -> list[Selection]:  # fmt: skip
-        """Run :func:`tritoncp.select_keys` on all ranks: arguments and results are lists of shards."""
+        """Run :func:`tritoncp.select_keys` on all ranks: tensors and results are lists by rank.
+
+        Args:
+            queries: [B, Hi, S_local, Di] of each rank.
+            keys: [B, 1 or Hi, S_local, Di] of each rank.
+            weights: [B, Hi, S_local] of each rank, or None.
+            top: number of keys, or blocks, of a query.
+            block_size: 1, or keys of a block.
+            block_mask: mask, or Plan of any rank; with a mask, shards are in natural order.
+            activation: of the products, as for :func:`tritoncp.select_keys`.
+            pool: how a block gets its score.
+            own: whether the key, or block, of the query itself is always chosen; None: for blocks.
+            first: how many of the first visible keys or blocks are always chosen.
+            last: how many of the last visible ones up to the query are always chosen.
+
+        Returns:
+            A list of :class:`Selection`, by rank.
+        """
         choice = checked_choice(top, block_size, activation, pool, own, first, last)
         sides = queries, keys, [None] * self.world_size if weights is None else weights
         for xs in sides:

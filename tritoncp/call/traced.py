@@ -21,7 +21,7 @@ from tritoncp.graph.handle_ops import fake_handle
 from tritoncp.graph.inputs import flatten_callable, is_symbol, rebuild
 from tritoncp.graph.spec import encode_spec
 from tritoncp.kernels.options import check_options
-from tritoncp.selection.selection import check_form, check_shape
+from tritoncp.selection.selection import check_form, check_shape, in_order
 
 
 def attend_in_graph(call: Arguments) -> list[Tensor]:
@@ -62,7 +62,7 @@ def attend_in_graph(call: Arguments) -> list[Tensor]:
     if call.wants_probabilities:
         tensors, without = pass_inputs(call, results[1]), [x.detach() for x in arguments[0]]
         found = probabilities_op(*tensors, *sizes_of(call), without, *arguments[1:])
-        results = [*results, selected.in_order(found)]
+        results = [*results, in_order(selected, found)]
     return results
 
 

@@ -56,21 +56,6 @@ class Selection(NamedTuple):
         repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
         return self._replace(indices=ordered.masked_fill_(repeated, -1).sort(-1).values)
 
-    def in_order(self, values: Tensor) -> Tensor:
-        """Return values of the entries of :meth:`unique`, [B, Hs, queries, n], in the order of ``indices``.
-        Of repeated indices the first gets the value.
-
-        >>> chosen = Selection(torch.tensor([[[[3, 1, 3, -1]]]]))
-        >>> chosen.in_order(torch.tensor([[[[0.0, 0.0, 0.1, 0.2]]]])).tolist()
-        [[[[0.20000000298023224, 0.10000000149011612, 0.0, 0.0]]]]
-        """
-        ordered, order = self.indices.sort(stable=True, dim=-1)
-        repeated = torch.zeros_like(ordered, dtype=torch.bool)
-        repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-        again = ordered.masked_fill(repeated, -1).sort(stable=True, dim=-1).indices
-        order = order.gather(-1, again).repeat_interleave(self.query_block, 2)[:, :, : values.shape[2]]
-        return torch.zeros_like(values).scatter(-1, order.expand_as(values), values)
-
     def to_dense(self, kv_len: int, rows: int | None = None) -> Tensor:
         """Return the selected pairs as a dense tensor, for tests and small sequences.
 
@@ -87,6 +72,22 @@ class Selection(NamedTuple):
         shown.scatter_(3, index, torch.ones_like(index, dtype=torch.bool))
         shown = shown[..., :-1].repeat_interleave(self.block_size, 3)[..., :kv_len]
         return shown.repeat_interleave(self.query_block, 2)[:, :, :rows]
+
+
+def in_order(selection: Selection, values: Tensor) -> Tensor:
+    """Return values of the entries of :meth:`Selection.unique`, [B, Hs, queries, n], in the order of the
+    selection's indices. Of repeated indices the first gets the value.
+
+    >>> chosen = Selection(torch.tensor([[[[3, 1, 3, -1]]]]))
+    >>> in_order(chosen, torch.tensor([[[[0.0, 0.0, 0.5, 0.25]]]])).tolist()
+    [[[[0.25, 0.5, 0.0, 0.0]]]]
+    """
+    ordered, order = selection.indices.sort(stable=True, dim=-1)
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    again = ordered.masked_fill(repeated, -1).sort(stable=True, dim=-1).indices
+    order = order.gather(-1, again).repeat_interleave(selection.query_block, 2)[:, :, : values.shape[2]]
+    return torch.zeros_like(values).scatter(-1, order.expand_as(values), values)
 
 
 class SelectionAuxRequest(NamedTuple):

@@ -27,6 +27,7 @@ from tritoncp.graph.dispatch import call_op, needs_dispatcher, register_op
 from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.step_tables import Engine
 from tritoncp.selection.cpu_engine import CpuProbabilities, SelectedCpuEngine
+from tritoncp.selection.selection import in_order
 
 
 def probabilities(
@@ -41,7 +42,7 @@ def probabilities(
     else:
         with torch.no_grad(), fresh_dispatch():
             found = probability_pass(calls, [[x.resolve_neg() for x in one] for one in inputs])
-    return [one.selected.in_order(x) for one, x in zip(arguments, found, strict=True)]
+    return [in_order(one.selected, x) for one, x in zip(arguments, found, strict=True)]
 
 
 def pass_inputs(arguments: Arguments, lse: Tensor) -> list[Tensor]:
