@@ -30,6 +30,7 @@ KINDS = ("deepseek_v32", "minimax_m3_vl_text", "qwen4_exp_text")
 MORE = [pytest.param(name, marks=pytest.mark.long) for name in ("glm_moe_dsa", "glm5_next")]
 KIN = ("axk2", "dots3_note_text", "hy_v4", "mistral_large4")
 OTHERS = [pytest.param(name, marks=[pytest.mark.nightly, pytest.mark.integrations]) for name in KIN]
+RECURRENT = ("qwen4_exp_text", "glm5_next")  # their other layers compute in float32
 OPTIONS = {"glm_moe_dsa": {"indexer_types": ["full", "shared"]}}
 
 
@@ -70,7 +71,9 @@ def check_equal(result: dict[str, Tensor], expected: dict[str, Tensor], limit: f
     largest = max(x.abs().max() for name, x in expected.items() if name != "loss")
     for name, x in expected.items():
         scale = x if name == "loss" else largest
-        torch.testing.assert_close(result[name], x, rtol=0, atol=limit * scale.item(), msg=name)
+        torch.testing.assert_close(
+            result[name], x, rtol=0, atol=limit * scale.item(), msg=f"{name}: {{}}".format
+        )
 
 
 def test_ranks_train_like_one_process(family: str) -> None:
@@ -81,7 +84,7 @@ def test_ranks_train_like_one_process(family: str) -> None:
     ]
     for results in ranks.run(3, sum_on_ranks, model):
         for result, one in zip(results, expected, strict=True):
-            check_equal(result, one, 1e-6)
+            check_equal(result, one, 1e-5 if family in RECURRENT else 1e-6)
 
 
 def seen_by_transformers(

@@ -119,13 +119,3 @@ def test_tiles_of_keys_do_not_change_the_choice(keys: int, monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(tiles, "KEYS", keys)
             assert torch.equal(choose(*arguments), want)
-
-
-def test_autocast_does_not_round_scores() -> None:
-    """Scores that differ in the twelfth bit are ties in bfloat16."""
-    key = 1 + torch.arange(64.0).view(1, 1, 64, 1) / 4096
-    query = torch.ones(1, 1, 64, 1)
-    mask, positions = mask_of("causal", 64), torch.arange(64)[None]
-    with torch.autocast("cpu", torch.bfloat16):
-        chosen = choose(query, key, None, KeyChoice(1), VisiblePairs(mask, mask.mask_mod), positions)
-    assert chosen.flatten().tolist() == list(range(64))

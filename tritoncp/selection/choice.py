@@ -78,8 +78,7 @@ def choose(
                 pairs,
                 b,
             )
-            with torch.no_grad(), torch.autocast(query.device.type, enabled=False):  # float32 scores
-                chosen[b, :, part] = tile.choose(key[b])[:, : part.stop - first]
+            chosen[b, :, part] = tile.choose(key[b])[:, : part.stop - first]
     return chosen
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.varlen import Documents
 from tritoncp.planning.plan import Plan
-from tritoncp.selection.visible import VisiblePairs
 
 
 @dataclass(frozen=True)
@@ -56,19 +54,13 @@ class LayerCall:
             return x
         return unshard(x.detach(), self.block_mask, self.mesh, dim=1, side="kv")
 
-    def pairs(self, device: torch.device) -> VisiblePairs:
-        """Return the look-up of visible pairs of tokens."""
-        first_row = self.block_mask.first_row if isinstance(self.block_mask, Plan) else 0
-        return VisiblePairs(self.mask, self.mask.mask_mod, first_row, device)
-
-    @cached_property
-    def segments(self) -> Tensor:
-        """Index of the document of each token, [1 or B, S], -1 for padding."""
-        ids = self.documents
-        if ids is None:
-            device = None if self.tokens is None else self.tokens.device
+    def segments(self, device: torch.device) -> Tensor:
+        """Return the index of the document of each token, int64 [1 or B, S], -1 for padding."""
+        if self.documents is None:
             ids = torch.zeros(1, self.length, dtype=torch.int64, device=device)
-        return ids if self.tokens is None else ids.masked_fill(~self.tokens.bool().to(ids.device), -1)
+        else:
+            ids = self.documents.long().to(device)
+        return ids if self.tokens is None else ids.masked_fill(~self.tokens.bool().to(device), -1)
 
 
 def read_call(module: nn.Module, kwargs: dict[str, Any]) -> LayerCall | None:

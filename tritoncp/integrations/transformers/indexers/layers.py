@@ -111,7 +111,7 @@ class KeySelector:
         choice = KeyChoice(top, size, "identity", "max", last=min(indexer.local_blocks, top))
         if call.documents is not None:
             whole = call.gather(scores.key[:, 0].mT)
-            return choose_blocks(scores.query, whole, choice, call, DocumentBlocks.of(call.documents, size))
+            return choose_blocks(scores.query, whole, choice, call)
         return select_keys(
             scores.query, scores.key.mT, top=top, block_size=size, block_mask=call.block_mask, mesh=call.mesh,
             activation="identity", pool="max", own=False, last=choice.last,
@@ -121,7 +121,7 @@ class KeySelector:
         """Choose pools of keys, whose weights are learned, and the incomplete pool of the query: GLM-5.3."""
         assert self.own is not None and self.call is not None
         call, indexer = self.call, self.attention.indexer
-        blocks = DocumentBlocks.of(call.segments, indexer.index_kpool)
+        blocks = DocumentBlocks.of(call.segments(indexer.wk.weight.device), indexer.index_kpool)
         pools: list[Tensor] = []
 
         def pool(packed_states: Tensor) -> tuple[Tensor, Any, Any]:
@@ -161,7 +161,7 @@ class KeySelector:
             query = rotate(query, cos=cos, sin=sin, unsqueeze_dim=2).transpose(1, 2)
             if cache is not None:
                 key = cache.update_indexer(key, indexer.layer_idx)
-            blocks = DocumentBlocks.of(call.segments, indexer.compress_ratio)
+            blocks = DocumentBlocks.of(call.segments(key.device), indexer.compress_ratio)
             keys, cos, sin = (
                 blocks.arrange(call.gather(x)).unflatten(1, (-1, blocks.size)) for x in (key, cos, sin)
             )

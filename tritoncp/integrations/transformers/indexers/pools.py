@@ -71,11 +71,13 @@ class DocumentBlocks:
 
 @dataclass(frozen=True)
 class PlacedPairs(VisiblePairs):
-    """Visible pairs by numbers that stand for tokens.
+    """Pairs that a causal mask shows within documents, by numbers that stand for tokens.
 
+    segments:      index of the document of each token, int64 [1 or B, S], -1 for padding
     queries, keys: token of each number, -1 for none: int64 [1 or B, numbers]; None for queries: the number
     """
 
+    segments: Tensor | None = None
     queries: Tensor | None = None
     keys: Tensor | None = None
 
@@ -85,50 +87,47 @@ class PlacedPairs(VisiblePairs):
         return self.keys.shape[1]
 
     def __call__(self, b: int, heads: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        assert self.keys is not None
+        assert self.keys is not None and self.segments is not None
+        segments = self.segments[b % len(self.segments)]
         if self.queries is not None:
             q_idx = self.queries[b % len(self.queries)][q_idx].clamp(min=0)
         keys = self.keys[b % len(self.keys)][kv_idx]
-        shown = super().__call__(b, heads, q_idx, keys.clamp(min=0))
-        return shown & (keys >= 0)[:, None, None]
+        of_query, of_key = segments[q_idx], torch.where(keys < 0, -1, segments[keys.clamp(min=0)])
+        shown = (keys[:, None] <= q_idx[..., None]) & (of_key[:, None] == of_query[..., None])
+        return (shown & (of_key >= 0)[:, None])[:, None]
 
 
-def choose_blocks(
-    query: Tensor, key: Tensor, choice: KeyChoice, call: LayerCall, blocks: DocumentBlocks
-) -> Selection:
+def choose_blocks(query: Tensor, key: Tensor, choice: KeyChoice, call: LayerCall) -> Selection:
     """Choose blocks that begin with documents, by their best key, for each head, and return their tokens.
 
     query: [B, H, rows, D]; key: [B, S, D], of the whole sequence
     """
-    base = call.pairs(query.device)
-    pairs = PlacedPairs(base.mask, base.mask_mod, base.first_row, base.device, blocks.tokens, blocks.tokens)
+    segments = call.segments(query.device)
+    blocks = DocumentBlocks.of(segments, choice.block_size)
+    pairs = PlacedPairs(call.mask, None, 0, query.device, segments, blocks.tokens, blocks.tokens)
     positions = call.positions(query.device)
     count = max(len(blocks.places), len(positions))
     places = blocks.places.expand(count, -1).gather(1, positions.clamp(min=0).expand(count, -1))
     places = torch.where(positions < 0, -1, places)
-    chosen = choose(query, blocks.arrange(key)[:, None], None, choice, pairs, places)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        chosen = choose(query, blocks.arrange(key)[:, None], None, choice, pairs, places)
     return Selection(blocks.tokens_of(chosen))
 
 
 def choose_pools(
-    query: Tensor,
-    pools: Tensor,
-    weights: Tensor,
-    top: int,
-    call: LayerCall,
-    blocks: DocumentBlocks,
+    query: Tensor, pools: Tensor, weights: Tensor, top: int, call: LayerCall, blocks: DocumentBlocks,
     tail: bool,
-) -> Selection:
+) -> Selection:  # fmt: skip
     """Choose complete blocks of visible tokens by their pooled keys, and return their tokens.
 
     query: [B, H, rows, D]; pools: pooled key of each block, [B, blocks, D]; weights: [B, H, rows]; top:
     number of blocks; tail: whether the tokens of an incomplete last block are chosen too
     """
-    base = call.pairs(query.device)
     ends = blocks.tokens.view(len(blocks.tokens), -1, blocks.size)[..., -1]  # -1 for incomplete ones
-    pairs = PlacedPairs(base.mask, base.mask_mod, base.first_row, base.device, None, ends)
-    positions = call.positions(query.device)
-    chosen = choose(query, pools[:, None], weights, KeyChoice(top), pairs, positions)
+    segments, positions = call.segments(query.device), call.positions(query.device)
+    pairs = PlacedPairs(call.mask, None, 0, query.device, segments, None, ends)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        chosen = choose(query, pools[:, None], weights, KeyChoice(top), pairs, positions)
     indices = blocks.tokens_of(chosen)
     if tail and blocks.size > 1:
         count = max(len(blocks.places), len(positions))

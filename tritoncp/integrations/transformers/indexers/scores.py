@@ -15,7 +15,7 @@ RELU = (torch.nn.functional.relu, torch.relu, Tensor.relu)
 
 
 @dataclass(frozen=True)
-class Scores:
+class IndexerScores:
     """Stands for the scores of all pairs in the code of an indexer.
 
     query:   [B, S, H, D] or [B, H, S, D], float32; a factor of the scores is in it
@@ -27,7 +27,7 @@ class Scores:
     key: Tensor
     weights: Tensor | None = None
 
-    def __mul__(self, factor: float) -> Scores:
+    def __mul__(self, factor: float) -> IndexerScores:
         return replace(self, query=self.query * factor)
 
     @classmethod
@@ -42,13 +42,13 @@ class Scores:
 class _Done(Exception):
     """Ends the code of an indexer when its scores are known."""
 
-    def __init__(self, scores: Scores) -> None:
+    def __init__(self, scores: IndexerScores) -> None:
         super().__init__()
         self.scores = scores
 
 
 class _Reading(TorchFunctionMode):
-    """Replaces the product of queries and keys by :class:`Scores`, and ends the code when all are known.
+    """Replaces the product of queries and keys by :class:`IndexerScores`, and ends the code when all are known.
 
     summed: whether the scores of heads are summed by weights, after relu
     """
@@ -58,10 +58,10 @@ class _Reading(TorchFunctionMode):
         self.summed = summed
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        scores = next((x for x in args[:2] if isinstance(x, Scores)), None)
+        scores = next((x for x in args[:2] if isinstance(x, IndexerScores)), None)
         if scores is None:
             if function is torch.matmul and args[0].ndim == 4:
-                scores = Scores(args[0], args[1])
+                scores = IndexerScores(args[0], args[1])
                 if not self.summed:
                     raise _Done(scores)
                 return scores
@@ -70,10 +70,10 @@ class _Reading(TorchFunctionMode):
             return scores
         if function is torch.matmul and args[1] is scores:
             raise _Done(replace(scores, weights=args[0].squeeze(-2)))
-        return Scores.__torch_function__(function, types, args, kwargs)
+        return IndexerScores.__torch_function__(function, types, args, kwargs)
 
 
-def read_scores(forward: Callable[..., Any], *args: Any, summed: bool, **kwargs: Any) -> Scores:
+def read_scores(forward: Callable[..., Any], *args: Any, summed: bool, **kwargs: Any) -> IndexerScores:
     """Run the forward method of an indexer up to its scores, and return what they are computed from.
 
     summed: whether the scores of heads are summed by weights, after relu
