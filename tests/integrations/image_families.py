@@ -31,7 +31,7 @@ from tritoncp.integrations.transformers.images.own_images import methods_of
 BEGIN, END = "<!-- images: begin -->", "<!-- images: end -->"
 SIZES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("image_sizes.toml").read_text())
 IMAGE, IMAGES = 5, 5  # the token that stands for images, and their number, which no number of ranks divides
-LIMIT, SECONDS = 1e-6, 400  # layers compute norms in float32 in any dtype
+LIMIT, SECONDS = 1e-6, 300  # layers compute norms in float32 in any dtype
 Batch = dict[str, Any]
 
 
@@ -40,7 +40,8 @@ def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> An
     text = transformers.CONFIG_MAPPING[family]().get_text_config()
     several_axes = "mrope_section" in (getattr(text, "rope_parameters", None) or {})
     sizes = SIZES["sizes"] | (SIZES["rope"] if several_axes else {}) | SIZES["families"].get(family, {})
-    model = families.build(family, head, attention, variant | sizes).double()
+    options = SIZES["options"].get(family)
+    model = families.build(family, head, attention, variant | sizes, options).double()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             for name in ("image_token_id", "image_token_index"):
@@ -265,6 +266,7 @@ def write_list(rows: dict[str, str]) -> None:
 def main(names: tuple[str, ...], write: bool) -> None:
     """Try the families NAMES of transformers with images, all unless named."""
     families.prepare()
+    ranks.load_compiler()
     heads, rows = list_families(), read_list()
     for family in names or heads:
         rows[family] = check_in_child(family, heads[family])
