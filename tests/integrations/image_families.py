@@ -27,6 +27,7 @@ from tests.multiprocess import ranks
 from tritoncp.core.processes import Lost, WorkerPool
 from tritoncp.integrations.transformers import shard_batch
 from tritoncp.integrations.transformers.images.own_images import methods_of
+from tritoncp.integrations.transformers.model_classes import position_axes
 
 BEGIN, END = "<!-- images: begin -->", "<!-- images: end -->"
 SIZES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("image_sizes.toml").read_text())
@@ -38,8 +39,8 @@ Batch = dict[str, Any]
 def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> Any:
     """Build the small model of a family in float64; token IMAGE stands for its images."""
     text = transformers.CONFIG_MAPPING[family]().get_text_config()
-    several_axes = "mrope_section" in (getattr(text, "rope_parameters", None) or {})
-    sizes = SIZES["sizes"] | (SIZES["rope"] if several_axes else {}) | SIZES["families"].get(family, {})
+    rope = SIZES["rope"] if position_axes(text) == 3 else {}
+    sizes = SIZES["sizes"] | rope | SIZES["families"].get(family, {})
     options = SIZES["options"].get(family)
     model = families.build(family, head, attention, variant | sizes, options).double()
     for module in model.modules():
