@@ -211,7 +211,8 @@ def train_alone(model: Any, batch: dict[str, Any], labels: Tensor | None) -> dic
         count = (targets != -100).sum()
     total = torch.zeros(())
     for row, tokens in itertools.product(range(2), torch.arange(LENGTH).split(DOCUMENTS)):
-        document = {name: batch[name][row, tokens][None] for name in ("input_ids", "position_ids")}
+        names = {"input_ids", "position_ids", "mm_token_type_ids"}.intersection(batch)
+        document = {name: batch[name][row, tokens][None] for name in names}
         total = total + loss_of(model(**document).logits, targets[row, tokens], count)
     return backward(model, total)
 
