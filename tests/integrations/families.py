@@ -112,11 +112,14 @@ def list_families() -> dict[str, str]:
     return dict(sorted((heads | CLASSES).items()))
 
 
-def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> Any:
-    """Build the small model of a family, with fixed weights, large enough that attention matters."""
+def build(
+    family: str, head: str, attention: str, variant: dict[str, Any], options: dict[str, Any] | None = None
+) -> Any:
+    """Build the small model of a family, with fixed weights, large enough that attention matters. options:
+    further values of its config; None: those of its family"""
     cls = getattr(transformers, head)
     config_class = cls.config_class or transformers.CONFIG_MAPPING[family]
-    config = shrink(config_class, SIZES | variant, options_of(family))
+    config = shrink(config_class, SIZES | variant, options_of(family) if options is None else options)
     config._attn_implementation = attention
     with torch.device("meta"):
         weights = sum(x.numel() for x in cls(config).parameters())
@@ -208,7 +211,8 @@ def train_alone(model: Any, batch: dict[str, Any], labels: Tensor | None) -> dic
         count = (targets != -100).sum()
     total = torch.zeros(())
     for row, tokens in itertools.product(range(2), torch.arange(LENGTH).split(DOCUMENTS)):
-        document = {name: batch[name][row, tokens][None] for name in ("input_ids", "position_ids")}
+        names = {"input_ids", "position_ids", "mm_token_type_ids"}.intersection(batch)
+        document = {name: batch[name][row, tokens][None] for name in names}
         total = total + loss_of(model(**document).logits, targets[row, tokens], count)
     return backward(model, total)
 

@@ -27,20 +27,22 @@ from tests.multiprocess import ranks
 from tritoncp.core.processes import Lost, WorkerPool
 from tritoncp.integrations.transformers import shard_batch
 from tritoncp.integrations.transformers.images.own_images import methods_of
+from tritoncp.integrations.transformers.model_classes import position_axes
 
 BEGIN, END = "<!-- images: begin -->", "<!-- images: end -->"
 SIZES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("image_sizes.toml").read_text())
 IMAGE, IMAGES = 5, 5  # the token that stands for images, and their number, which no number of ranks divides
-LIMIT, SECONDS = 1e-6, 400  # layers compute norms in float32 in any dtype
+LIMIT, SECONDS = 1e-6, 300  # layers compute norms in float32 in any dtype
 Batch = dict[str, Any]
 
 
 def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> Any:
     """Build the small model of a family in float64; token IMAGE stands for its images."""
     text = transformers.CONFIG_MAPPING[family]().get_text_config()
-    several_axes = "mrope_section" in (getattr(text, "rope_parameters", None) or {})
-    sizes = SIZES["sizes"] | (SIZES["rope"] if several_axes else {}) | SIZES["families"].get(family, {})
-    model = families.build(family, head, attention, variant | sizes).double()
+    rope = SIZES["rope"] if position_axes(text) == 3 else {}
+    sizes = SIZES["sizes"] | rope | SIZES["families"].get(family, {})
+    options = SIZES["options"].get(family)
+    model = families.build(family, head, attention, variant | sizes, options).double()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             for name in ("image_token_id", "image_token_index"):
@@ -265,6 +267,7 @@ def write_list(rows: dict[str, str]) -> None:
 def main(names: tuple[str, ...], write: bool) -> None:
     """Try the families NAMES of transformers with images, all unless named."""
     families.prepare()
+    ranks.load_compiler()
     heads, rows = list_families(), read_list()
     for family in names or heads:
         rows[family] = check_in_child(family, heads[family])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -306,11 +306,13 @@ def _kinds(
         "inputs_embeds": torch.empty(*shape, 0, device=device),
         "attention_mask": attention_mask,
         "position_ids": documents,
-        _cache_argument(): None,
     }
     types = {name: batch[name] for name in TYPES if batch.get(name) is not None}
-    create = own_mask_function(config, types.keys()) or masking_utils.create_masks_for_generate
-    requests = create(**arguments, **types)
+    own = own_mask_function(config, types.keys())
+    create = own or masking_utils.create_masks_for_generate
+    arguments[_cache_argument(create)] = None
+    first = {} if own is None else {**types, "is_first_iteration": True}  # the call has all tokens
+    requests = create(**arguments, **first)
     requests = requests.values() if isinstance(requests, dict) else [requests]
     kinds = {one.kind: one for one in requests if isinstance(one, ModelMask) and one.kind}
     if not kinds:  # layers that are not attention, or of kinds for which transformers has no masks
@@ -321,10 +323,9 @@ def _kinds(
 
 
 @cache
-def _cache_argument() -> str:
-    """Return the name of the cache argument of transformers' mask functions: "cache" since 5.24."""
-    named = inspect.signature(masking_utils.create_causal_mask).parameters
-    return "cache" if "cache" in named else "past_key_values"
+def _cache_argument(function: Callable[..., Any]) -> str:
+    """Return the name of the cache argument of a mask function of transformers: "cache" since 5.24."""
+    return "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
 
 
 def _labels(batch: Mapping[str, Any]) -> dict[str, Tensor]:

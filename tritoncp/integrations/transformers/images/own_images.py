@@ -150,7 +150,7 @@ def feature_tokens(batch: Mapping[str, Any], model: nn.Module | None) -> dict[st
                 if model is None
                 else f"and no input_ids [B, S] in which tokens stand for {kind}s"
                 if tokens
-                else f"but {type(model).__name__} has no method get_{kind}_features, or no {kind}_token_id"
+                else f"but the model has no method get_{kind}_features, or no {kind}_token_id"
             )
             raise ValueError(
                 f"the batch has {name}, {reason}; or pass inputs_embeds [B, S, E] of the whole batch with "
