@@ -52,10 +52,11 @@ RANKS = {
         CALL, mask=ROWS.mask, batch=2, group=1, world=2, schedule="fetch", balancer="ptrr", block=64
     ),
 }
+RANKS["ring, forward"] = replace(RANKS["ring"], loss="forward")
 # Each run has the calls whose kernels differ most, make test-all has all calls. Pointers in place of
 # descriptors are in test_launches.py.
 FIRST = "causal", "documents", "split keys"
-FIRST_RANKS = ("ring",) if COMPILED == "sm_90" else ()  # ranks run on one architecture only
+FIRST_RANKS = ("ring, forward",) if COMPILED == "sm_90" else ()  # ranks run on one architecture only
 TRANSPOSED = {
     "fused": replace(CALL, options={"FUSED_BACKWARD": True}),
     "flip": replace(CALL, length=300, kv_length=300, group=1, options={"bwd_FLIP": True}),

@@ -44,7 +44,12 @@ ON_TENSOR_CORES = "bfloat16", "e5m2", "e4m3"
 USED = {"sm_80": {"mma.sync"}, "sm_90": {"wgmma.mma_async"}, "sm_100": {"tcgen05.mma"}}
 
 
-@pytest.mark.parametrize("kind", TYPES)
+FIRST = "bfloat16", "float32", "int8", "e4m3"  # in every run
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind not in FIRST)) for kind in TYPES]
+)
 def test_products_are_exact_sums(kind: str, compiled_kernels: Any) -> None:
     architecture = compiled_kernels.architecture
     operand_type, summed = TYPES[kind]

@@ -52,7 +52,10 @@ def check(x: QKV, mask: tritoncp.Mask | None) -> None:
     agree(run(x, mask, start=start), oracle(x, mask, start=start), TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=[pytest.mark.long] * (x in ("rows inside", "odd rows"))) for x in LAYOUTS],
+)
 def test_layouts(layout: str) -> None:
     """Triton compiles other code for an address or stride that is no multiple of 16, a stride of 1, and one
     past int32."""

@@ -145,6 +145,7 @@ def test_checkpoints_keep_and_repeat_what_the_page_says(
     assert page.keys() == tables[0].keys()
 
 
+@pytest.mark.long
 def test_the_program_prints_its_table_once_and_the_losses_of_each_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
