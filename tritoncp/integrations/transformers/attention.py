@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tritoncp.api.attention import flex_attention
-from tritoncp.call.check_arguments import MAX_HEAD_DIM
 from tritoncp.integrations.transformers.calls import watch_calls
 from tritoncp.integrations.transformers.graph import (
     checked_plan,
@@ -27,6 +26,7 @@ from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.integrations.transformers.positions import refuse_local_positions
 from tritoncp.integrations.transformers.whole_sequences import plan_of_call
+from tritoncp.kernels.tile_rules import head_dim_fault
 from tritoncp.masks.closed_forms import SlidingWindow
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod, and_masks
@@ -107,11 +107,13 @@ def attention_forward(
             f"dropout={dropout} in training: tritoncp has no attention dropout; set it to 0 in the config, "
             "attention_dropout=0.0, or call model.eval()"
         )
-    if query.shape[3] > MAX_HEAD_DIM:
-        raise ValueError(
-            f"query has head dim {query.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: load this model with "
-            'attn_implementation="sdpa", on one process'
-        )
+    for name, x in (("query", query), ("value", value)):
+        if fault := head_dim_fault(x.shape[3], name == "value"):
+            supported = fault.partition(":")[0]
+            raise ValueError(
+                f"{name} has head dim {x.shape[3]}; {supported}: load this model with "
+                'attn_implementation="sdpa", on one process'
+            )
     mesh, bias = None, position_bias
     if indices is not None:
         hidden = query.new_full((len(query), 1, query.shape[2], key.shape[2]), -torch.inf)
