@@ -48,7 +48,7 @@ class _Done(Exception):
 
 
 class _Reading(TorchFunctionMode):
-    """Replaces the product of queries and keys by :class:`IndexerScores`, and ends the code when all are known.
+    """Replaces the product of queries and keys by :class:`IndexerScores`; ends the code when all are known.
 
     summed: whether the scores of heads are summed by weights, after relu
     """
