@@ -27,7 +27,6 @@ from tests.multiprocess import ranks
 from tritoncp.core.processes import Lost, WorkerPool
 from tritoncp.integrations.transformers import shard_batch
 from tritoncp.integrations.transformers.images.own_images import methods_of
-from tritoncp.integrations.transformers.model_classes import position_axes
 
 BEGIN, END = "<!-- images: begin -->", "<!-- images: end -->"
 SIZES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("image_sizes.toml").read_text())
@@ -38,9 +37,7 @@ Batch = dict[str, Any]
 
 def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> Any:
     """Build the small model of a family in float64; token IMAGE stands for its images."""
-    text = transformers.CONFIG_MAPPING[family]().get_text_config()
-    rope = SIZES["rope"] if position_axes(text) == 3 else {}
-    sizes = SIZES["sizes"] | rope | SIZES["families"].get(family, {})
+    sizes = SIZES["sizes"] | SIZES["families"].get(family, {})
     options = SIZES["options"].get(family)
     model = families.build(family, head, attention, variant | sizes, options).double()
     for module in model.modules():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.multiprocess import ranks
-from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, exchange_rows
+from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, send_features
 from tritoncp.integrations.transformers.images.parts import own_part, share_images
 
 
@@ -61,7 +61,7 @@ def test_rows_and_their_gradients_cross_ranks_exactly() -> None:
         rank, rows = group.rank(), FeatureRows(readers)
         first = sum(owned[:rank])
         x = features[first : first + max(owned[rank], 1)].clone().requires_grad_()
-        out = exchange_rows(x, RowExchange(rows, owned, group))
+        out = send_features(x, RowExchange(rows, owned, group))
         (out * (rows.wanted_by(rank)[:, None] + 1)).sum().backward()
         return out.detach(), x.grad
 

@@ -158,7 +158,7 @@ def _read_union(mask_functions: tuple[Callable[..., Any], ...]) -> Pattern | Non
     code = getattr(mask_functions[-1], "__code__", None)
     if len(mask_functions) != 2 or code is not _OF_IMAGES or pattern is None or pattern.images is not None:
         return None
-    (cell,) = mask_functions[1].__closure__  # type: ignore[attr-defined]
+    (cell,) = mask_functions[1].__closure__ or ()
     return replace(pattern, images=cell.cell_contents)
 
 

@@ -103,7 +103,7 @@ class _Exchange(torch.autograd.Function):
         return own, None
 
 
-def exchange_rows(x: Tensor, exchange: RowExchange) -> Tensor:
+def send_features(x: Tensor, exchange: RowExchange) -> Tensor:
     """Return the rows of this rank's tokens, [n, E]. x: the rows that this rank computes, [rows, E], of which
     those beyond its number of owned rows are for no token"""
     result: Tensor = _Exchange.apply(x, exchange)

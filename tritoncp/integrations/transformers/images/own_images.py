@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import fact, together
-from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, exchange_rows
+from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, send_features
 from tritoncp.integrations.transformers.images.parts import own_part
 
 # Inputs whose embeddings replace embeddings of tokens, and the methods that embed them.
@@ -63,6 +63,7 @@ class OwnFeatures:
     def _embed(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
         """Embed this rank's part, and return the result with the rows of this rank's tokens."""
         group, rows = groups.group_of(plan.mesh), plan.features[self.kind]
+        assert group is not None  # there are several ranks
         names = inspect.signature(self.method).parameters
         call = {**dict(zip(names, args)), **kwargs}
         named = {name: call[name] for name in names if name in call}
@@ -82,7 +83,7 @@ class OwnFeatures:
                 f"input_ids stand for them ({self.kind}_token_id): as many are needed"
             )
         if part.is_split:
-            place = partial(exchange_rows, exchange=RowExchange(rows, counts, group))
+            place = partial(send_features, exchange=RowExchange(rows, counts, group))
         else:
             place = partial(_select, index=rows.wanted_by(group.rank()))
         if not is_output:
