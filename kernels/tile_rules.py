@@ -253,9 +253,10 @@ def selected(kind: str, arch: str, rows: int, head_dim: int, dtype: torch.dtype)
         keys = 32 if family(arch) in ("sm_80", "sm_86") else 64  # 64 spill 216 bytes (sm_80)
         return Config(tile, keys, 4, 2) if head_dim <= 128 else Config(tile, 16, 8, 2)
     warps = max(tile // 16, least)
-    if kind == "forward" and head_dim > 128 and family(arch) == "sm_100":
-        return Config(tile, 32, warps, 2, maxnreg=256)  # without: 8 bytes
-    return Config(tile, 64 if head_dim <= 128 and tile > 16 else 32, warps, 2)
+    keys = 64 if head_dim <= 128 and tile > 16 else 32
+    spills = head_dim > 128 if kind == "forward" else head_dim <= 64 and tile == 16  # 8 bytes (sm_100)
+    limit = 256 if spills and family(arch) == "sm_100" else None
+    return Config(tile, keys, warps, 2, maxnreg=limit)
 
 
 def family(arch: str) -> str:
