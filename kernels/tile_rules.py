@@ -250,7 +250,9 @@ def selected(kind: str, arch: str, rows: int, head_dim: int, dtype: torch.dtype)
     # With 256 channels one warp would spill (forward 216 bytes, dQ 560; sm_90).
     least = 1 if head_dim <= 128 else 4
     if kind == "dkdv":
-        keys = 32 if family(arch) in ("sm_80", "sm_86") else 64  # 64 spill 216 bytes (sm_80)
+        keys = {"sm_100": 64, "sm_90": 16}.get(
+            family(arch), 32
+        )  # sm_80: 64 spill 216 bytes; sm_90: 32 spill 24
         return Config(tile, keys, 4, 2) if head_dim <= 128 else Config(tile, 16, 8, 2)
     warps = max(tile // 16, least)
     keys = 64 if head_dim <= 128 and tile > 16 else 32
