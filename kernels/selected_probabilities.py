@@ -37,7 +37,7 @@ def selected_probabilities_kernel(
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     SHARE: tl.constexpr,  # query heads that share a head of the selection
-    HEADS: tl.constexpr,  # query heads in a tile, which share a KV head
+    TILING: tl.constexpr,  # QueryTiling, of heads that share a KV head
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     QK: tl.constexpr,  # Channels of q and k
@@ -59,10 +59,10 @@ def selected_probabilities_kernel(
             if score_mod.fn is not None:
                 o_kv = load_positions(places.keys, places.key_stride, i_b, offsets, m_n)[None, :]
             b_sum = tl.zeros([BLOCK_N], accumulator_dtype(q.ptr.dtype.element_ty))
-            for i_g in range(0, SHARE // HEADS):
-                i_h0 = i_hs * SHARE + i_g * HEADS
+            for i_g in range(0, SHARE // TILING.heads):
+                i_h0 = i_hs * SHARE + i_g * TILING.heads
                 i_hkv = i_h0 // GROUP
-                rows, queries = selected_queries(i_b, i_h0, i_s, o_m, places, score_mod, origin, HEADS, 1)
+                rows, queries = selected_queries(i_b, i_h0, i_s, 0, o_m, places, score_mod, origin, TILING, 1)
                 kv_rows = HeadRows(i_b, i_hkv, i_hkv, tl.full([], 0, tl.int32), offsets, places.num_keys)
                 b_q = load_pieces(q, rows, QK)  # [M, D]
                 b_k = load_pieces(k, kv_rows, QK)  # [N, D]

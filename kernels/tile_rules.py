@@ -333,6 +333,42 @@ _WIDE: _Tiles = {
 }
 
 
+def selected_rows(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the max rows, of query heads and queries that share keys selected at run time, of a tile.
+
+    >>> selected_rows(128, torch.bfloat16), selected_rows(256, torch.bfloat16)
+    (128, 64)
+    """
+    if dtype.itemsize > 2:
+        return 32 if head_dim <= 64 else 16
+    return 128 if head_dim <= 128 else 64
+
+
+def selected(kind: str, arch: str, rows: int, head_dim: int, dtype: torch.dtype) -> Config:
+    """Return the config of a pass ``kind`` over keys that are selected at run time.
+
+    kind: "forward", "dq" or "dkdv"; rows: of a tile, at most :func:`selected_rows`
+    """
+    tile = max(16, 1 << (rows - 1).bit_length())
+    if arch == "interpreter":
+        return Config(tile, 64 if head_dim <= 128 else 32)
+    if dtype.itemsize > 2:
+        return Config(tile, 16, 8, 1)
+    # A warp for each 16 rows: softmax and probabilities of rows that warps share go through shared memory.
+    # With 256 channels one warp would spill (forward 216 bytes, dQ 560; sm_90).
+    least = 1 if head_dim <= 128 else 4
+    if kind == "dkdv":
+        keys = {"sm_100": 64, "sm_90": 16}.get(
+            family(arch), 32
+        )  # sm_80: 64 spill 216 bytes; sm_90: 32 spill 24
+        return Config(tile, keys, 4, 2) if head_dim <= 128 else Config(tile, 16, 8, 2)
+    warps = max(tile // 16, least)
+    keys = 64 if head_dim <= 128 and tile > 16 else 32
+    spills = head_dim > 128 if kind == "forward" else head_dim <= 64 and tile == 16  # 8 bytes (sm_100)
+    limit = 256 if spills and family(arch) == "sm_100" else None
+    return Config(tile, keys, warps, 2, maxnreg=limit)
+
+
 def family(arch: str) -> str:
     """Return the architecture whose tiles ``arch`` uses.
 

@@ -18,6 +18,7 @@ FIGURES = resource_table.read_table()
 LISTED = [*resource_table.shipped(), *resource_table.measured()]
 TABLE = [job.fields | FIGURES[job.name] for job in LISTED]
 PASSES = [row for row in TABLE if row["kernel"] not in ("delta", "combine") and row["dtype"] != "float32"]
+SELECTED = ("tokens", "group_tokens", "blocks")
 SPILLING = {"dkdv sm_80 128 bfloat16 causal": 8}
 
 
@@ -43,7 +44,14 @@ def test_shipped_kernels_spill_nothing_fit_and_use_matrix_units() -> None:
         assert row["shared_bytes"] <= resource_table.SHARED_BYTES[row["arch"]], row["name"]
         assert row["spill_bytes"] <= SPILLING.get(row["name"], 0), row["name"]
     for row in PASSES:
-        assert row["matrix"] == UNITS[row["arch"]], row["name"]
+        few = row["variant"] in SELECTED and row["matrix"] == "HMMA"  # tiles of fewer than 64 rows
+        assert few or row["matrix"] == UNITS[row["arch"]], row["name"]
+
+
+def test_tiles_of_64_rows_of_selected_keys_use_the_unit_of_the_gpu() -> None:
+    tokens = [row for row in PASSES if row["variant"] == "tokens" and row["kernel"] != "dkdv"]
+    assert {row["matrix"] for row in tokens} == {"HMMA", "HGMMA", "UTCHMMA"}
+    assert all(row["matrix"] == UNITS[row["arch"]] for row in tokens)
 
 
 def test_kernels_copy_by_descriptor_if_they_can() -> None:

@@ -32,6 +32,10 @@ CASES = {
     "a key head of its own": SelectedCase(dim=128, shares=2, group=2),
     "scores": SelectedCase(scored=True, dtype=torch.float16),
     "blocks": SelectedCase(block_size=16, query_block=16, group=1),
+    "blocks of heads": SelectedCase(block_size=32, shares=2, dtype=torch.float16, scored=True),
+    "rows of more queries than a tile": SelectedCase(
+        dtype=torch.float32, dim=32, group=1, block_size=16, query_block=70
+    ),
     "float32": SelectedCase(dtype=torch.float32, dim=32, group=1, shares=2),
 }
 
@@ -46,7 +50,7 @@ def test_selected_keys_on_compiled_code(name: str) -> None:
     shapes = (1, heads, S, case.dim), (1, 2, S, case.dim), (1, 2, S, case.dim), (1, heads, S, case.dim)
     q, k, v, dout = (torch.randn(shape, generator=g).to(case.dtype) for shape in shapes)
     rows, blocks = -(-S // case.query_block), -(-S // case.block_size)
-    indices = torch.randint(-1, blocks, (1, case.shares, rows, 9), generator=g).int()
+    indices = torch.randint(-1, blocks, (1, case.shares, rows, min(9, blocks)), generator=g).int()
     chosen = Selection(indices, case.block_size, case.query_block)
     mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16)
     slopes = torch.linspace(0.1, 0.9, heads)

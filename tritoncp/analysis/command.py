@@ -42,6 +42,12 @@ from tritoncp.command_base import JOBS, Seconds
     help="Of --executed: HEADSxKV_HEADS,HEAD_DIM,LENGTH.",
 )
 @click.option("--score", default="", metavar="NAME", help="Of --executed: alibi, softcap, module:function.")
+@click.option(
+    "--selected",
+    default="",
+    metavar="SELECTION",
+    help="Of --executed: keys that each query selects, COUNT[xBLOCK_SIZE][,HEADS].",
+)
 @click.option("--backward", is_flag=True, help="Of --executed: the backward pass.")
 @click.option(
     "--against",
@@ -62,6 +68,7 @@ def inspect(
     executed: bool,
     shape: str,
     score: str,
+    selected: str,
     backward: bool,
     against: str | None,
 ) -> None:
@@ -82,8 +89,9 @@ def inspect(
       tritoncp inspect --check
       tritoncp inspect --executed --arch sm_80 --mask causal --against torch
       tritoncp inspect --executed --arch sm_90 --shape 8x2,64,512 --score my_package.mods:bias
+      tritoncp inspect --executed --arch sm_90 --shape 16x1,64,512 --selected 64 --against torch
     """
-    from tritoncp.analysis.jobs import TARGETS, parse_shape
+    from tritoncp.analysis.jobs import TARGETS, parse_chosen, parse_shape
 
     for arch in archs:
         if arch not in TARGETS:
@@ -98,7 +106,8 @@ def inspect(
         problem = replace(parse_shape(shape), score=score, dtype=dtypes[0] if dtypes else "bfloat16")
         problems = [replace(problem, mask=mask) for mask in masks or ("causal",)]
         which = "backward" if backward else "forward"
-        count_calls(problems, archs or ("sm_80", "sm_90"), which, against or "", as_json)
+        chosen = parse_chosen(selected) if selected else None
+        count_calls(problems, archs or ("sm_80", "sm_90"), which, against or "", as_json, chosen)
         return
     from tritoncp.analysis.resource_table import ARCHS, measured, pick, run, shipped
 

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.attention import flex_attention
 
 from tritoncp.analysis import torch_templates
 from tritoncp.analysis.compile_pool import read_nvidia
+from tritoncp.analysis.jobs import Chosen, Variant
 from tritoncp.analysis.launches import CallTensors
 from tritoncp.analysis.resource_table import print_table, tiles
 from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
@@ -41,28 +42,43 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class ExecutedCall:
-    """Inputs of a call, and its results in float64."""
+    """Inputs of a call, and its results in float64.
+
+    chosen: the keys that its queries select, or None
+    """
 
     problem: Problem
+    chosen: Chosen | None
     tensors: tuple[Tensor, ...]  # q, k, v, dout
     out: Tensor
     lse: Tensor
     grads: tuple[Tensor, ...]  # dq, dk, dv
 
 
-def draw_call(problem: Problem) -> ExecutedCall:
+def draw_call(problem: Problem, chosen: Chosen | None = None) -> ExecutedCall:
     """Draw random inputs, and compute the call's results in float64."""
     x = inputs(problem, torch.device("cpu"))
     tensors = tuple(tensor.detach() for tensor in (x.q, x.k, x.v, x.dout))
     q, k, v = leaves = [tensor.double().requires_grad_() for tensor in tensors[:3]]
-    out, lse, _ = dense_attention(q, k, v, problem.block_mask(), problem.score_mod(torch.device("cpu")))
+    mask: Any = problem.block_mask()
+    if chosen is not None:
+        mask = mask.to_dense(1, problem.heads) & selected_pairs(problem, chosen).repeat_interleave(
+            problem.heads // chosen.shares, 1
+        )
+    out, lse, _ = dense_attention(q, k, v, mask, problem.score_mod(torch.device("cpu")))
     grads = torch.autograd.grad(out, leaves, tensors[3].double())
-    return ExecutedCall(problem, tensors, out.detach(), lse.detach(), grads)
+    return ExecutedCall(problem, chosen, tensors, out.detach(), lse.detach(), grads)
+
+
+def selected_pairs(problem: Problem, chosen: Chosen) -> Tensor:
+    """Return the pairs that a problem's queries select: bool [1, Hs, queries, keys]."""
+    return chosen.draw(problem).to_dense(problem.seq, problem.rows)
 
 
 def count_tritoncp(call: ExecutedCall, arch: str, which: str) -> Row:
     """Execute tritoncp's kernels of a pass, "forward" or "backward", and return their counts."""
-    tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors)
+    variant = None if call.chosen is None else Variant(call.problem, chosen=call.chosen)
+    tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors, variant)
     kernels = ("forward",) if which == "forward" else ("delta", "dq", "dkdv")
     if which == "backward":
         tensors.results("forward")["out"].copy_(call.out)
@@ -77,11 +93,12 @@ def count_tritoncp(call: ExecutedCall, arch: str, which: str) -> Row:
     return {"who": "tritoncp", "tiles": named, "error": error, **counts}
 
 
-def count_torch(call: ExecutedCall, job: TemplateJob) -> Row:
-    """Execute torch's template for the pass of a job, and return its counts."""
+def count_torch(call: ExecutedCall, job: TemplateJob, listed: bool = False) -> Row:
+    """Execute torch's template for the pass of a job, and return its counts. listed: whether the BlockMask
+    leaves out blocks without a selected pair, and not only blocks that the mask hides"""
     from torch._inductor.codecache import PyCodeCache
 
-    tensors = template_tensors(call, job.template)
+    tensors = template_tensors(call, job.template, listed)
     kernel: Any = PyCodeCache.load(write_source(job, tensors)).flex
     options = {"num_warps": job.warps, "num_stages": job.stages}
     counts = _execute(lambda: kernel[job.grid](*tensors.values(), **options), job.arch, call.problem)
@@ -90,26 +107,32 @@ def count_torch(call: ExecutedCall, job: TemplateJob) -> Row:
     expected = call.grads if backward else [call.out]
     error = max(map(_error, results, expected))
     who = "torch" if job.default else "torch autotuned"
+    who += ", BlockMask" * listed
     return {"who": who, "tiles": job.name, "error": error, **counts}
 
 
 def count_calls(
-    problems: Sequence[Problem], archs: Sequence[str], which: str, against: str, as_json: bool
-) -> None:
+    problems: Sequence[Problem], archs: Sequence[str], which: str, against: str, as_json: bool,
+    chosen: Chosen | None = None,
+) -> None:  # fmt: skip
     """Print the counts of a pass of calls: of tritoncp, then of torch with its default tile (against
-    "torch"), or with every candidate of autotuning that fits and does not spill ("autotuned")."""
+    "torch"), or with every candidate of autotuning that fits and does not spill ("autotuned"). With keys that
+    queries select, torch's mask_mod reads a table of pairs; further rows have it as a BlockMask too."""
     console, printed = make_console(), []
     for problem in problems:
         if against:
             torch_templates.mask_of(problem)  # raises for a mask that the templates do not have
-        call = draw_call(problem)
+        call = draw_call(problem, chosen)
         for arch in archs:
             rows = [count_tritoncp(call, arch, which)]
             for job in candidates(which, arch, problem) if against else ():
-                if job.default or against == "autotuned":
-                    row = count_torch(call, job)
+                if not job.default and against != "autotuned":
+                    continue
+                job = replace(job, selected=chosen.shares if chosen else 0)
+                for listed in (False,) if chosen is None else (False, True):
+                    row = count_torch(call, job, listed)
                     rows += [row] if job.default or not row["spill_bytes"] else []
-            words = problem.mask, problem.score, problem.shape
+            words = problem.mask, problem.score, problem.shape, chosen.name if chosen else ""
             title = f"{arch}, {which}, {' '.join(filter(None, words))}"
             printed += [{"call": title, **row} for row in rows]
             if not as_json:
@@ -163,10 +186,11 @@ def _error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
-def template_tensors(call: ExecutedCall, template: str) -> dict[str, Tensor]:
-    """Return the tensors of a template by name; the backward pass gets out and lse of float64."""
+def template_tensors(call: ExecutedCall, template: str, listed: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a template by name; the backward pass gets out and lse of float64. listed: as of
+    :func:`count_torch`"""
     (q, k, v, dout), problem = call.tensors, call.problem
-    tensors = {"Q": q, "K": k, "V": v, "DO": dout, "MAX": torch.zeros(1)} | _block_lists(call)
+    tensors = {"Q": q, "K": k, "V": v, "DO": dout, "MAX": torch.zeros(1)} | _block_lists(call, listed)
     if template == "backward":
         delta = (call.out * dout.double()).sum(-1).float()
         tensors |= {"OUT": torch.zeros_like(k), "DQ": torch.zeros_like(q), "DV": torch.zeros_like(v)}
@@ -177,16 +201,21 @@ def template_tensors(call: ExecutedCall, template: str) -> dict[str, Tensor]:
         mod: Any = problem.closed_form()
         at = torch.arange(problem.seq)
         tensors["DOCUMENT"] = mod(0, 0, at[:, None], at[None]).int().argmax(1).int()
+    if call.chosen is not None:
+        tensors["SHOWN"] = selected_pairs(problem, call.chosen)[0].byte()
     if problem.score == "alibi":
         score: Any = problem.score_mod(torch.device("cpu"))  # the value at distance 1 is the slope
         tensors["SLOPES"] = score(torch.tensor(0.0), 0, torch.arange(problem.heads), 0, 1).float()
     return tensors
 
 
-def _block_lists(call: ExecutedCall) -> dict[str, Tensor]:
-    """Return the block lists of torch's BlockMask; for block_mask=None one block that shows all pairs."""
+def _block_lists(call: ExecutedCall, listed: bool) -> dict[str, Tensor]:
+    """Return the block lists of torch's BlockMask; for block_mask=None one block that shows all pairs.
+    listed: as of :func:`count_torch`"""
     problem, mod = call.problem, call.problem.closed_form()
-    if mod is None:
+    if call.chosen is not None:
+        blocks = _selected_blocks(call, mod if mod is not None else _everything, listed)
+    elif mod is None:
         blocks = flex_attention._create_empty_block_mask(*call.tensors[:2])
     else:
         sizes = problem.rows, problem.seq
@@ -199,6 +228,32 @@ def _block_lists(call: ExecutedCall) -> dict[str, Tensor]:
         lists[name] = masked.contiguous().int()
         lists[f"FULL_{name}"] = torch.zeros_like(lists[name]) if full is None else full.contiguous().int()
     return lists
+
+
+def _everything(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return kv >= 0
+
+
+def _selected_blocks(call: ExecutedCall, mod: Any, listed: bool) -> Any:
+    """Return torch's BlockMask of a call with selected keys: its blocks are all masked, unless ``listed``."""
+    problem, chosen = call.problem, call.chosen
+    assert chosen is not None
+    shown = selected_pairs(problem, chosen)[0]
+
+    def both(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return mod(b, h, q, kv) & shown[h, q, kv]
+
+    sizes = problem.rows, problem.seq
+    if listed:
+        return flex_attention.create_block_mask(
+            both, None, chosen.shares, *sizes, device="cpu", BLOCK_SIZE=128
+        )
+    blocks = flex_attention.create_block_mask(mod, None, None, *sizes, device="cpu", BLOCK_SIZE=128)
+    seen = (blocks.to_dense() > 0).to(torch.int32)
+    order = seen.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return flex_attention.BlockMask.from_kv_blocks(
+        seen.sum(-1, dtype=torch.int32), order, BLOCK_SIZE=128, mask_mod=both, seq_lengths=sizes
+    )
 
 
 def show(rows: Sequence[Row], title: str, console: Any) -> None:

@@ -5,23 +5,70 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import MAX_V_HEAD_DIM, Config, head_dim_fault
 from tritoncp.masks.expressions import brief
 from tritoncp.measured_tiles.tile_tables import kernel_and_tiles
 from tritoncp.perf.problem import Problem
+from tritoncp.selection.selection import Selection
 
 S, HEADS, KV_HEADS = 1024, 8, 2
 
 
+class Chosen(NamedTuple):
+    """Keys that rows of queries select at random.
+
+    count:       keys of a row, or blocks
+    block_size:  keys of a block, 1 for keys alone
+    query_block: queries of a row
+    shares:      heads of the selection
+    """
+
+    count: int
+    block_size: int = 1
+    query_block: int = 1
+    shares: int = 1
+
+    @property
+    def name(self) -> str:
+        """The selection as text.
+
+        >>> Chosen(64).name, Chosen(4, 64, shares=2).name
+        ('64 keys of 1 head', '4 blocks of 64 keys of 2 heads')
+        """
+        of_blocks = f"blocks of {self.block_size} keys" if self.block_size > 1 else "keys"
+        queries = f" for {self.query_block} queries" if self.query_block > 1 else ""
+        return f"{self.count} {of_blocks}{queries} of {self.shares} head{'s' * (self.shares > 1)}"
+
+    def draw(self, problem: Problem, positions: Tensor | None = None) -> Selection:
+        """Draw a selection for the queries of a problem, of keys that its mask shows as far as there are
+        enough; equal problems give equal selections. positions: of the queries, [n]; None: all"""
+        generator = torch.Generator().manual_seed(0)
+        mask, height, size = problem.block_mask(), self.query_block, self.block_size
+        at = torch.arange(problem.rows) if positions is None else positions
+        rows, blocks = -(-len(at) // height), -(-problem.seq // size)
+        indices = torch.empty(1, self.shares, rows, self.count, dtype=torch.int32)
+        visible = mask.to_dense(1, 1)[0, 0][at]
+        for row in range(rows):
+            seen = visible[row * height : (row + 1) * height].any(0)
+            seen = torch.nn.functional.pad(seen, (0, blocks * size - problem.seq)).view(blocks, size).any(1)
+            scores = torch.rand(self.shares, blocks, generator=generator) + seen
+            indices[0, :, row] = scores.topk(self.count).indices.sort().values.int()
+        return Selection(indices, size, height)
+
+
 class Variant(NamedTuple):
     """A kind of launch in a schedule: a problem (head dims, dtype and score_mod are the job's), whether the
-    launch loads a state (adds to gradients) and stores one, and kernel options."""
+    launch loads a state (adds to gradients) and stores one, kernel options, and selected keys."""
 
     problem: Problem
     load: bool = False
     store: bool = False
     options: tuple[tuple[str, Any], ...] = ()
+    chosen: Chosen | None = None
 
 
 _FULL, _CAUSAL, _DOCUMENTS = (
@@ -29,6 +76,12 @@ _FULL, _CAUSAL, _DOCUMENTS = (
 )
 _GATHERED = replace(_DOCUMENTS, world=4)
 _SPLIT = (("SPLIT_KV", 4),)
+_LATENT = replace(_CAUSAL, heads=128, kv_heads=1)
+_SELECTED = {  # keys chosen at run time
+    "tokens": (_LATENT, False, False, (), Chosen(128)),  # 64 or 128 heads share a tile
+    "group_tokens": (replace(_CAUSAL, heads=32), True, True, (), Chosen(128, shares=2)),  # 16 heads
+    "blocks": (replace(_GATHERED, heads=32), True, True, (), Chosen(4, 64, 1, 2)),  # 16 heads
+}
 VARIANTS = {
     "full": Variant(_FULL),
     "causal": Variant(_CAUSAL),  # closed form: kernels compare positions
@@ -40,6 +93,7 @@ VARIANTS = {
     "few": Variant(replace(_DOCUMENTS, queries=16), load=True, options=_SPLIT),  # a tile of 4 heads
     "short": Variant(replace(_DOCUMENTS, queries=64), load=True, options=_SPLIT),  # two tiles of 4 heads
     "decode": Variant(replace(_CAUSAL, queries=1), options=_SPLIT),
+    **{name: Variant(*fields) for name, fields in _SELECTED.items()},
     # all sizes are 1 where possible: Triton specialises on 1
     "single": Variant(replace(_FULL, mask="neighbours", seq=1)),
     "pair": Variant(replace(_CAUSAL, seq=1)),  # sizes of 1, without a window
@@ -85,6 +139,26 @@ def parse_shape(shape: str) -> Problem:
             f"shape {shape!r}: queries have more than {MAX_ELEMENTS >> 30}G elements, too many for a GPU"
         )
     return Problem("full", seq, q_heads, kv_heads, dim, v_dim)
+
+
+def parse_chosen(text: str) -> Chosen:
+    """Parse a selection COUNT[xBLOCK_SIZE][,SHARES]. Raises ValueError for another format.
+
+    >>> parse_chosen("4x64,2")
+    Chosen(count=4, block_size=64, query_block=1, shares=2)
+    """
+    try:
+        keys, _, shares = text.partition(",")
+        count, _, size = keys.partition("x")
+        chosen = Chosen(int(count), int(size or 1), 1, int(shares or 1))
+    except ValueError as error:
+        raise ValueError(
+            f"selection {brief(text)} is not COUNT, COUNTxBLOCK_SIZE, or one of them and a number of heads: "
+            "pass for example 64, 4x64 or 4x64,2"
+        ) from error
+    if min(chosen.count, chosen.shares) < 1 or (chosen.block_size != 1 and chosen.block_size % 16):
+        raise ValueError(f"selection {text!r}: counts are at least 1, and blocks multiples of 16 keys")
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,10 @@ from tritoncp.mods.mod import arguments, gradient_arguments
 from tritoncp.perf.problem import Problem
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import lengthen, take
-from tritoncp.planning.step_tables import BackwardStep, ForwardStep
+from tritoncp.planning.selected_rows import SelectedRows
+from tritoncp.planning.step_tables import BackwardStep, Engine, ForwardStep
+from tritoncp.selection.triton_engine import SelectedTritonEngine
+from tritoncp.selection.visible import VisiblePairs
 
 
 class CallTensors:
@@ -46,7 +49,8 @@ class CallTensors:
     ) -> None:
         heads, kv_heads, d, e = problem.heads, problem.kv_heads, problem.dim, problem.v_dim
         self._mask, self._variant = problem.block_mask(), variant or Variant(problem)
-        self._tables = build(self._mask, problem.world).tables(str(device), 1, heads)
+        self._problem, self._plan = problem, build(self._mask, problem.world)
+        self._tables = self._plan.tables(str(device), 1, heads)
         if not tensors:
             rows, keys = self._tables.q_rows, self._tables.kv_rows
             shapes = (heads, rows, d), (kv_heads, keys, d), (kv_heads, keys, e), (heads, rows, e)
@@ -82,10 +86,14 @@ class CallTensors:
         """Prepare a launch of a kernel. config: its tiles, None: the default; arch: architecture of an absent
         GPU. Raises ValueError if a route is not possible."""
         kernel, config = kernel_of(kernel, config)
-        engine = self._engine(kernel, config, arch)
+        engine: Any = self._engine(kernel, config, arch)
         q, k, v, tables, variant = self.q, self.k, self.v, self._tables, self._variant
         results = self._out, self._lse, None, self._state
         forward_step = ForwardStep(q, k, v, tables, *results, variant.load, variant.store)
+        if self._variant.chosen is not None:
+            engine = self._selected_engine(engine)
+            if kernel == "forward":
+                return engine.forward(forward_step)
         if kernel in ("forward", "few", "combine"):
             return engine.loops(forward_step)
         if kernel in ROUTES:
@@ -114,6 +122,15 @@ class CallTensors:
             ]
             outs = [lengthen(result[0], 2, plan.q.s_max) for result in lockstep(ranks)]
         return take(torch.cat(outs, 2), plan.q.inverse, 2, 0, 0)
+
+    def _selected_engine(self, engine: TritonEngine) -> Engine:
+        """Return the engine for the selected keys of the variant."""
+        assert self._variant.chosen is not None
+        pairs = VisiblePairs(self._mask, self._mask.mask_mod, 0, self.q.device)
+        positions, heads, kv_heads = self._plan.positions, self.q.shape[1], self.k.shape[1]
+        chosen = self._variant.chosen.draw(self._problem, positions[0])
+        sizes = positions, heads, heads // kv_heads, chosen.indices.shape[1]
+        return SelectedTritonEngine(engine, SelectedRows(*chosen, *sizes), pairs)
 
     def _engine(self, kernel: str, config: Config | None, arch: str | None) -> TritonEngine:
         options = {"deterministic": False, "FUSED_BACKWARD": kernel == "fused", **dict(self._variant.options)}

@@ -16,7 +16,7 @@ from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
 from tritoncp.command_base import make_console
 from tritoncp.core.versions import installed_version, minor_of
-from tritoncp.kernels.tile_rules import Config, copies, family, fuses, widest_route
+from tritoncp.kernels.tile_rules import PASSES, Config, copies, family, fuses, widest_route
 from tritoncp.measured_tiles import tile_tables
 from tritoncp.perf.progress import Progress
 
@@ -62,7 +62,16 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
         jobs += [step_job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
         if not arch.startswith("gfx"):
             jobs += [step_job(name, arch, dim) for dim in WIDE for name in ("forward", "dq", "dv", "dk")]
+        jobs += _selected(arch) if arch.startswith("sm_") else []
     return jobs
+
+
+def _selected(arch: str) -> list[Job]:
+    """List the kernels of keys that are selected at run time."""
+    rows = [("bfloat16", dim, variant) for dim in (64, 128, 256) for variant in ("tokens", "blocks")]
+    rows += [("bfloat16", 128, "group_tokens"), ("float16", 128, "tokens"), ("float32", 128, "tokens")]
+    jobs = [step_job(name, arch, dim, dtype, mask) for dtype, dim, mask in rows for name in PASSES]
+    return jobs + [step_job(name, arch, 192, variant="tokens", v_head_dim=128) for name in PASSES]
 
 
 def measured(archs: Iterable[str] = ARCHS, folder: Path = tile_tables.SHIPPED) -> list[Job]:

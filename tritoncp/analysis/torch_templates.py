@@ -24,7 +24,8 @@ BLOCKS = {
     "forward": ("block_m", "block_n"),
     "backward": ("block_m1", "block_n1", "block_m2", "block_n2"),
 }
-# Tensors of mods: DOCUMENT is the document index of each token, SLOPES are ALiBi's slopes of the heads.
+# Tensors of mods: DOCUMENT is the document index of each token, SLOPES are ALiBi's slopes of the heads, SHOWN
+# are the selected pairs [Hs, queries, keys].
 SCORES = {
     "": "{score}",
     "alibi": "({score} - tl.load(arg_SLOPES + {h}) * ({m} - {n}).to(tl.float32))",
@@ -39,6 +40,7 @@ class TemplateJob:
     template: "forward" or "backward"
     default:  whether torch uses these tiles without autotuning
     blocks:   values of BLOCKS
+    selected: heads of SHOWN, the selected pairs, which the mask_mod reads too; 0: none
     """
 
     template: str
@@ -48,6 +50,7 @@ class TemplateJob:
     blocks: tuple[int, ...]
     warps: int
     stages: int
+    selected: int = 0
 
     @property
     def name(self) -> str:
@@ -136,7 +139,7 @@ def write_source(job: TemplateJob, tensors: Mapping[str, Tensor]) -> str:
     outputs = {
         "post_mod_scores": SCORES[job.problem.score],
         "grad_scores": "{grad_score_mod}",
-        "mask_mod_output": mask_of(job.problem),
+        "mask_mod_output": _mask_source(job),
     }
 
     def stride(name: str, dim: int | None = None) -> str:
@@ -160,14 +163,28 @@ def write_source(job: TemplateJob, tensors: Mapping[str, Tensor]) -> str:
         **{"def_kernel": def_kernel, "stride": stride, "size": lambda name, dim: tensors[name].shape[dim]},
         **{"gen_argdefs": lambda: arguments, "modification": modification},
         **{"gen_defines": lambda: defines, "store_output": store_output},
-        **{"USE_TMA": False, "HAS_FULL_BLOCKS": job.problem.mask != "full"},
+        **{"USE_TMA": False, "HAS_FULL_BLOCKS": _has_blocks(job)},
     )
     head = "import triton\nimport triton.language as tl\nfrom triton.language.extra.cuda import libdevice\n\n"
     return head + text
 
 
+def _has_blocks(job: TemplateJob) -> bool:
+    """Return whether there are lists of full blocks beside those of masked ones."""
+    return job.selected > 0 or job.problem.mask != "full"
+
+
+def _mask_source(job: TemplateJob) -> str:
+    """Return the source of the mask_mod."""
+    if not job.selected:
+        return mask_of(job.problem)
+    problem = job.problem
+    row = f"({{h}} // {problem.heads // job.selected} * {problem.rows} + {{m}}) * {problem.seq}"
+    return f"({mask_of(problem)}) & (tl.load(arg_SHOWN + {row} + {{n}}) != 0)"
+
+
 def _constants(job: TemplateJob) -> dict[str, Any]:
-    problem, dim, blocks = job.problem, job.problem.dim, job.problem.mask != "full"
+    problem, dim, blocks = job.problem, job.problem.dim, _has_blocks(job)
     group = problem.heads // problem.kv_heads
     dims = {"QK_HEAD_DIM": dim, "V_HEAD_DIM": problem.v_dim}
     rounded = {f"{name}_ROUNDED": 1 << (size - 1).bit_length() for name, size in dims.items()}

@@ -78,7 +78,7 @@ def row_lists(lists: SelectedLists, num_keys: int) -> TransposedLists:
     >>> keys, count = torch.tensor([[[[0, 33], [1, 0]]]]).int(), torch.tensor([[[2, 1]]]).int()
     >>> lists = row_lists(SelectedLists(keys, count, None, 0, 2, 2), 64)
     >>> lists.ptr.tolist(), lists.rows[0, 0, :3].tolist(), lists.bits[0, 0, :3, 0].tolist()
-    ([[[0, 2, 3]]], [0, 1, 0], [1, 2, 2])
+    ([[[0, 2, 2, 3, 3]]], [0, 1, 0], [1, 2, 2])
     """
     size = KEYS_OF_TILE.value
     batch, shares, rows, width = lists.keys.shape

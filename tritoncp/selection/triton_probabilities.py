@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.program_order import check_grid
 from tritoncp.kernels.scores import Origin
+from tritoncp.kernels.selected import QueryTiling
 from tritoncp.kernels.selected_probabilities import SelectedEntries, selected_probabilities_kernel
-from tritoncp.kernels.tile_rules import Config
+from tritoncp.kernels.tile_rules import architecture, selected, selected_rows
 from tritoncp.kernels.tiles import channels, view
 from tritoncp.planning.step_tables import ForwardStep, PreparedStep
 from tritoncp.selection.lists import list_heads, visible_keys
@@ -65,8 +65,9 @@ class TritonProbabilities(SelectedTritonEngine):
         """Prepare the launch. found: result, like keys"""
         q, k = step.q, step.k
         share, group = q.shape[1] // keys.shape[1], q.shape[1] // k.shape[1]
-        heads = heads_of_tile(min(share, group), 1)
-        config = Config(max(16, triton.next_power_of_2(heads)), 64 if k.shape[3] <= 128 else 32)
+        dim, arch = q.shape[3], self.base.arch or architecture(q.device)
+        heads = heads_of_tile(min(share, group), 1, selected_rows(dim, q.dtype))
+        config = selected("forward", arch, heads, dim, q.dtype)
         values = {
             **{name: view(x) for name, x in (("q", q), ("k", k), ("lse", self.lse))},
             "sums": found,
@@ -77,7 +78,7 @@ class TritonProbabilities(SelectedTritonEngine):
             "SCALE": self.base.scale,
             "GROUP": group,
             "SHARE": share,
-            "HEADS": heads,
+            "TILING": QueryTiling(heads, 1, 1, 1),
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
             "QK": channels(q.shape[3], 128),
