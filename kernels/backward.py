@@ -20,6 +20,7 @@ from tritoncp.kernels.scores import (
     row_intervals,
     row_mask,
     scale_pieces,
+    select_pieces,
     to_log2,
     visible_keys,
     visible_queries,
@@ -31,6 +32,7 @@ from tritoncp.kernels.tiles import (
     Stream,
     accumulator_dtype,
     add_rows,
+    count_pieces,
     head_rows,
     load_pieces,
     load_rows,
@@ -99,12 +101,13 @@ def score_gradients(b_ds, b_pre, queries, o_kv, m_in, m_stored, score_mod, score
 @triton.jit
 def add_query_gradients(dq, rows, b_ds, b_k, SCALE: tl.constexpr, QK: tl.constexpr, PRECISION: tl.constexpr):
     """dQ += scale * dS^T K in memory, for a tile of queries of one head."""
-    W0: tl.constexpr = QK.first
-    W1: tl.constexpr = QK.second
     b_dst = tl.trans(b_ds).to(b_k[0].dtype)  # [M, N]
-    add_rows(dq.x, dq.desc0, rows, dot(b_dst, b_k[0], PRECISION) * SCALE, 0, W0, QK.dim)
-    if W1 > 0:
-        add_rows(dq.x, dq.desc1, rows, dot(b_dst, b_k[1], PRECISION) * SCALE, W0, W1, QK.dim)
+    for I in tl.static_range(count_pieces(QK)):
+        b_dq = dot(b_dst, b_k[I], PRECISION) * SCALE
+        if QK.count > I:
+            add_rows(dq.x, dq.desc0, rows, b_dq, I * QK.first, QK.first, QK.dim)
+        else:
+            add_rows(dq.x, dq.desc1, rows, b_dq, I * QK.first, QK.second, QK.dim)
 
 
 @triton.jit
@@ -135,6 +138,7 @@ def dq_kernel(
     FLIP: tl.constexpr,
     ADD: tl.constexpr,  # dq += instead of dq =
     PRECISION: tl.constexpr,
+    SUM: tl.constexpr,  # Channels of dq that this launch computes
 ):
     """dQ of a tile of queries, and the gradients of the captures of score_mod."""
     BLOCK_M: tl.constexpr = Q_LAYOUT.TILE
@@ -157,7 +161,7 @@ def dq_kernel(
     rows = head_rows(i_b, i_h, tile, o_m)
     b_q = load_pieces(q, rows, QK)  # [M, D]
     b_do = load_pieces(dout, rows, VO)  # [M, E]
-    b_dq = zeros_pieces(BLOCK_M, QK, accumulator_dtype(q.ptr.dtype.element_ty))  # [M, D]
+    b_dq = zeros_pieces(BLOCK_M, SUM, accumulator_dtype(q.ptr.dtype.element_ty))  # [M, D]
     b_lse = load_lse(lse, rows, m_m, score_mod)[:, None]
     b_delta = load_stat(delta, rows, m_m)[:, None]
     b_bounds = row_intervals(tables.interval, rows, i_hm, m_m)
@@ -186,9 +190,9 @@ def dq_kernel(
                 b_ds = b_p * (dot_nt(b_do, b_v, PRECISION, FLIP) - b_delta)  # dS' = P (dO V^T - delta) [M, N]
                 m_q = m_m[:, None]
                 b_ds = score_gradients(b_ds, b_pre, queries, o_kv, m_in, m_q, score_mod, score_grad)
-                b_dq = add_dot(b_dq, b_ds, b_k, PRECISION)  # dQ += dS K [M, D]
+                b_dq = add_dot(b_dq, b_ds, select_pieces(b_k, SUM), PRECISION)  # dQ += dS K [M, D]
 
-    store_pieces(dq, rows, scale_pieces(b_dq, SCALE), QK, ADD)
+    store_pieces(dq, rows, scale_pieces(b_dq, SCALE), SUM, ADD)
 
 
 @triton.jit
@@ -224,8 +228,11 @@ def dkdv_kernel(
     FLIP: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
+    SUM: tl.constexpr,  # Channels of dk that this launch computes
+    RESULTS: tl.constexpr,  # "dk dv"; "dk"; or "dv", of the channels VO
 ):
-    """dK and dV of a tile of keys of a KV head; with ``dq`` also the addends to dQ of these keys."""
+    """dK and dV of a tile of keys of a KV head, or one of them; with ``dq`` also the addends to dQ of these
+    keys."""
     BLOCK_M: tl.constexpr = Q_LAYOUT.TILE
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     HEADS: tl.constexpr = GROUP // SPLIT
@@ -247,9 +254,11 @@ def dkdv_kernel(
     i_hkv = i_part // SPLIT
     kv_rows = head_rows(i_b, i_hkv, kv, o_n)
     b_k = load_pieces(k, kv_rows, QK)  # [N, D]
-    b_v = load_pieces(v, kv_rows, VO)  # [N, E]
-    b_dk = zeros_pieces(BLOCK_N, QK, ACC)  # [N, D]
-    b_dv = zeros_pieces(BLOCK_N, VO, ACC)  # [N, E]
+    if RESULTS != "dv":
+        b_v = load_pieces(v, kv_rows, VO)  # [N, E]
+        b_dk = zeros_pieces(BLOCK_N, SUM, ACC)  # [N, D]
+    if RESULTS != "dk":
+        b_dv = zeros_pieces(BLOCK_N, VO, ACC)  # [N, E]
 
     # disable_licm: as in dq_kernel (dK/dV, sm_100, 256 channels: 512 bytes spilled).
     for FULL in tl.static_range(0 if RULE.MASKED else 1, 2):  # masked blocks, then full ones
@@ -281,12 +290,14 @@ def dkdv_kernel(
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
                     b_do = stream_pieces(output_grads, rows, VO, CHECK)  # [M, E]
-                    b_dv = add_dot(b_dv, b_p, b_do, PRECISION)  # dV += P^T dO [N, E]
-                    b_dp = dot_nt(b_v, b_do, PRECISION, FLIP)  # dP^T = V dO^T [N, M]
-                    b_delta = load_stat(delta, rows, m_m, CHECK)[None, :]
-                    b_ds = b_p * (b_dp - b_delta)  # dS'^T [N, M]
-                    b_ds = score_gradients(b_ds, b_pre, queries, o_kv, m_in, m_n, score_mod, score_grad)
-                    b_dk = add_dot(b_dk, b_ds, b_q, PRECISION)  # dK += dS^T Q [N, D]
+                    if RESULTS != "dk":
+                        b_dv = add_dot(b_dv, b_p, b_do, PRECISION)  # dV += P^T dO [N, E]
+                    if RESULTS != "dv":
+                        b_dp = dot_nt(b_v, b_do, PRECISION, FLIP)  # dP^T = V dO^T [N, M]
+                        b_delta = load_stat(delta, rows, m_m, CHECK)[None, :]
+                        b_ds = b_p * (b_dp - b_delta)  # dS'^T [N, M]
+                        b_ds = score_gradients(b_ds, b_pre, queries, o_kv, m_in, m_n, score_mod, score_grad)
+                        b_dk = add_dot(b_dk, b_ds, select_pieces(b_q, SUM), PRECISION)  # dK += dS^T Q [N, D]
                     if dq.ptr is not None:
                         if not FULL or KV_LAYOUT.BLOCK % BLOCK_N != 0:  # keys past the slot would add to dQ
                             b_ds = tl.where(m_n, b_ds, 0.0)
@@ -299,5 +310,7 @@ def dkdv_kernel(
     # Again (without: 24 bytes spilled on sm_80, 128 channels).
     kv = locate_tile(tables.kv_slots, i_b, i_tile, KV_LAYOUT, True)
     kv_rows = head_rows(i_b, i_part, kv, o_n)
-    store_pieces(dk, kv_rows, scale_pieces(b_dk, SCALE), QK, ADD)
-    store_pieces(dv, kv_rows, b_dv, VO, ADD)
+    if RESULTS != "dv":
+        store_pieces(dk, kv_rows, scale_pieces(b_dk, SCALE), SUM, ADD)
+    if RESULTS != "dk":
+        store_pieces(dv, kv_rows, b_dv, VO, ADD)

@@ -36,14 +36,16 @@ from tritoncp.kernels.tile_rules import (
     copies,
     gqa_pack_factor,
     num_kv_splits,
+    sum_parts,
     weight,
     widest_piece,
 )
 from tritoncp.kernels.tile_runs import MaskRule
-from tritoncp.kernels.tiles import INTERPRETED, channels, copyable, view
+from tritoncp.kernels.tiles import INTERPRETED, channel_range, channels, copyable, view
 
 MAX_PARTIAL_BYTES = 256 << 20  # max bytes of partial sums: dK/dV of a GQA group, states of a row's keys
 FULL_TILE_ROWS = 128  # number of rows that fill a tile on every architecture
+FUSED_CHANNELS = 256  # max head dim for which one program sums dK and dV
 
 
 class RequestedRouteWarning(UserWarning):
@@ -106,6 +108,10 @@ class TritonEngine:
         deterministic = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
         return bool(self.options.get("FUSED_BACKWARD")) and not deterministic
 
+    def _fuses(self, step: Any) -> bool:
+        """Whether a backward step computes dQ in the loop of dK/dV."""
+        return self.fused and _is_narrow(step)
+
     def forward(self, step: Any) -> Launch | Launches:
         """Prepare one step of attention by the requested route, or by the fastest measured one.
 
@@ -149,11 +155,19 @@ class TritonEngine:
         tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "max_scores": max_scores}
         tensors["state"] = state and tuple.__new__(State, state)
         flags = {"LOAD_STATE": load_state, "STORE_STATE": store_state}
-        launch = self.launch(forward_kernel, kind, tensors, tables, flags)
-        if launch.values[_SPLITS] is None:
-            return launch
+        parts = self._parts(q, v)
+        launches = [self.launch(forward_kernel, kind, tensors, tables, flags, part=part) for part in parts]
+        if launches[0].values[_SPLITS] is None:
+            return _in_order(launches)
         key = "combine", self.first_head, tables, max_scores is None, *flags.values()
-        return _share_keys(self.launches, key, launch, tensors, tables)
+        return _share_keys(self.launches, key, launches, tensors, tables)
+
+    def _parts(self, q: Tensor, summed: Tensor) -> list[tuple[int, int]]:
+        """List the parts (part, number of parts) of the channels of a sum, which are separate launches."""
+        if summed.shape[3] <= FUSED_CHANNELS:  # no look-up of the device in most calls
+            return [(0, 1)]
+        parts = sum_parts(self.arch or architecture(q.device), summed.shape[3])
+        return [(part, parts) for part in range(parts)]
 
     def streams(self, k: Tensor, v: Tensor, tables: Any) -> bool:
         """Whether descriptors may copy tiles of these keys and values."""
@@ -164,11 +178,12 @@ class TritonEngine:
         b, h, s, e = out.shape
 
         def recipe() -> Recipe:
-            args = {"n_s": s, "E": e, "BLOCK_M": 64, "BLOCK_E": triton.next_power_of_2(e)}
+            rows = 64 if e <= FUSED_CHANNELS else 16
+            args = {"n_s": s, "E": e, "BLOCK_M": rows, "BLOCK_E": triton.next_power_of_2(e)}
             # If two threads add their products, fma rounds one product in each thread, and not the same one:
             # the copies of a row's sum would differ in their last bits.
             unfused = {"enable_fp_fusion": False}
-            return Recipe(check_grid(-(-s // 64), h, b), args, Config(64, 0, 4, 1), options=unfused)
+            return Recipe(check_grid(-(-s // rows), h, b), args, Config(rows, 0, 4, 1), options=unfused)
 
         tensors = {"out": out, "dout": dout, "dlse": dlse, "delta": delta}
         key = (
@@ -182,25 +197,44 @@ class TritonEngine:
 
         step: :class:`tritoncp.planning.step_tables.BackwardStep`
         """
-        if self.fused:
+        if self._fuses(step):
             return Launches(() if add else (dq.zero_,))
         tensors, flags = _backward_tensors(step, dq=dq), {"ADD": add}
-        return self.launch(dq_kernel, "dq", tensors, step.tables, flags, self.mods.score_grad)
+        grads = self.mods.score_grad, self.mods.score_back  # the first launch adds the captures' gradients
+        return _in_order(
+            [
+                self.launch(dq_kernel, "dq", tensors, step.tables, flags, grads[part[0] > 0], part)
+                for part in self._parts(step.q, step.q)
+            ]
+        )
 
     def dkdv(
         self, step: Any, dk: Tensor, dv: Tensor, dq: Tensor | None = None, *, add: bool = False,
         split: int = 1,
-    ) -> Launch:  # fmt: skip
+    ) -> Launch | Launches:  # fmt: skip
         """Prepare dK and dV of a :class:`tritoncp.planning.step_tables.BackwardStep`. With ``split`` > 1, dk
         and dv have ``Hkv * split`` heads of partial sums.
 
-        A fused engine adds dQ to the float32 ``dq``, and the gradients of captures to their buffers.
+        A fused engine adds dQ to the float32 ``dq``, and the gradients of captures to their buffers. Above
+        FUSED_CHANNELS channels, whose sums do not fit the registers, dV and dK are two launches, and the
+        scores are computed once more.
         """
-        fused = self.fused
+        fused = self._fuses(step)
         tensors = _backward_tensors(step, dk=dk, dv=dv, dq=dq if fused else None)
         flags, kind = {"ADD": add, "SPLIT": split}, "fused" if fused else "dkdv"
         score_grad = self.mods.score_grad if fused else self.mods.score_back
-        return self.launch(dkdv_kernel, kind, tensors, step.tables, flags, score_grad)
+        results = [("dk dv", (0, 1))]
+        if not _is_narrow(step):
+            results = [("dv", part) for part in self._parts(step.q, step.v)]
+            results += [("dk", part) for part in self._parts(step.q, step.q)]
+        return _in_order(
+            [
+                self.launch(
+                    dkdv_kernel, kind, tensors, step.tables, flags | {"RESULTS": name}, score_grad, part
+                )
+                for name, part in results
+            ]
+        )
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         """Choose the number of programs that share a KV head's query heads: more than one only if there are
@@ -268,22 +302,24 @@ class TritonEngine:
 
     def launch(
         self, kernel: Any, kind: str, tensors: dict[str, Any], tables: Any, flags: dict[str, Any],
-        score_grad: Closure | None = None,
+        score_grad: Closure | None = None, part: tuple[int, int] = (0, 1),
     ) -> Launch:  # fmt: skip
-        """Prepare a launch. ``tensors`` change at every call, but usually keep their layouts, so the parts of
-        the launch that depend only on layouts and ``flags`` are cached."""
+        """Prepare a launch for a ``part`` of the channels of its sum. ``tensors`` change at every call, but
+        usually keep their layouts, so what depends only on layouts and ``flags`` is cached."""
         closures = {"score_mod": self.mods.score}
         if score_grad is not None:
             closures["score_grad"] = score_grad
-        key = kind, self.first_head, tables, tensors.get("max_scores") is None, *flags.values()
+        key = kind, self.first_head, tables, tensors.get("max_scores") is None, part, *flags.values()
 
         def recipe() -> Recipe:
-            return self._recipe(kind, tensors, tables, flags)
+            return self._recipe(kind, tensors, tables, flags, part)
 
         return prepare_launch(self.launches, key, kernel, tensors, closures, recipe)
 
-    def _recipe(self, kind: str, tensors: dict[str, Any], tables: Any, flags: dict[str, Any]) -> Recipe:
-        """Build the parts of a launch that depend only on layouts and ``flags``."""
+    def _recipe(
+        self, kind: str, tensors: dict[str, Any], tables: Any, flags: dict[str, Any], part: tuple[int, int]
+    ) -> Recipe:
+        """Build the parts of a launch that depend only on layouts, ``flags`` and ``part``."""
         q, k, v = (tensors[name] for name in "qkv")
         by_keys = kind in ("dkdv", "fused")  # each program computes a tile of keys, and queries are streamed
         streamed = streamed_tensors(tables, tensors, by_keys)
@@ -296,6 +332,8 @@ class TritonEngine:
         config = tiling.config
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
         widest = 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config)
+        qk, vo = channels(q.shape[3], widest), channels(v.shape[3], widest)
+        sums_values = kind == "forward" or flags.get("RESULTS") == "dv"
         ragged = streamed.ragged(tile, bool(tables.window))
         args = (
             flags
@@ -305,8 +343,9 @@ class TritonEngine:
                 "origin": Origin(self.first_row, self.first_head),
                 "SCALE": self.scale,
                 "GROUP": q.shape[1] // kv_heads,
-                "QK": channels(q.shape[3], widest),
-                "VO": channels(v.shape[3], widest),
+                "QK": qk,
+                "VO": channel_range(vo, *part) if sums_values else vo,
+                "SUM": qk if sums_values else channel_range(qk, *part),
                 "RULE": MaskRule(tables.has_masked, tables.bounded, ragged),
                 "PRECISION": self.options.get("PRECISION", "ieee"),
             }
@@ -337,14 +376,26 @@ def _backward_tensors(step: Any, **grads: Tensor | None) -> dict[str, Any]:
     return tensors
 
 
+def _in_order(launches: list[Launch]) -> Launch | Launches:
+    """Make one launch of several."""
+    return launches[0] if len(launches) == 1 else Launches(tuple(launches))
+
+
+def _is_narrow(step: Any) -> bool:
+    """Whether one program sums dK and dV of a tile."""
+    return max(step.q.shape[3], step.v.shape[3]) <= FUSED_CHANNELS
+
+
 _COMBINE = Config(1, 16, 4, 1)
 _SPLITS = forward_kernel.arg_names.index("splits")
 
 
-def _share_keys(cache: Any, key: Any, launch: Launch, tensors: dict[str, Any], tables: Any) -> Launches:
-    """Make the two launches of a step in which several programs share the keys of a tile. In the first each
-    program stores a state under a separate head index; the second, cached by ``key``, combines the states."""
-    args, (b, h, s, _), e = launch.args, tensors["q"].shape, tensors["v"].shape[3]
+def _share_keys(
+    cache: Any, key: Any, launches: list[Launch], tensors: dict[str, Any], tables: Any
+) -> Launches:
+    """Make the launches of a step in which several programs share the keys of a tile. In ``launches`` each
+    program stores a state under a separate head index; the last, cached by ``key``, combines the states."""
+    args, (b, h, s, _), e = launches[0].args, tensors["q"].shape, tensors["v"].shape[3]
     splits, dtype, device = (
         args["splits"],
         torch.promote_types(tensors["q"].dtype, torch.float32),
@@ -368,4 +419,5 @@ def _share_keys(cache: Any, key: Any, launch: Launch, tensors: dict[str, Any], t
     results = {name: tensors[name] for name in ("out", "lse", "max_scores", "state")}
     combine = prepare_launch(cache, key, combine_kernel, results | {"parts": parts}, {}, recipe)
     states = State._make(map(view, parts))
-    return Launches((launch.with_args(state=states, LOAD_STATE=False, STORE_STATE=True), combine))
+    apart = [launch.with_args(state=states, LOAD_STATE=False, STORE_STATE=True) for launch in launches]
+    return Launches((*apart, combine))

@@ -44,6 +44,7 @@ from tritoncp.kernels.tiles import (
     accumulator_dtype,
     head_pointer,
     head_rows,
+    is_last,
     load_pieces,
     load_stat,
     row_pointers,
@@ -80,8 +81,9 @@ def store_results(results, rows, b_m, b_l, b_acc, VO: tl.constexpr, STORE_STATE:
     """Store the results of a tile's rows: the state, or out, lse and the largest scores."""
     m_m = rows.offsets < rows.count
     if STORE_STATE:
-        tl.store(stat_pointers(results.state.m, rows), b_m, mask=m_m)
-        tl.store(stat_pointers(results.state.l, rows), b_l, mask=m_m)
+        if is_last(VO):  # launches for other channels start from the m and l before
+            tl.store(stat_pointers(results.state.m, rows), b_m, mask=m_m)
+            tl.store(stat_pointers(results.state.l, rows), b_l, mask=m_m)
         store_pieces(results.state.acc, rows, b_acc, VO)
     else:
         store_pieces(results.out, rows, scale_pieces(b_acc, inverse_sum(b_l)[:, None]), VO)
@@ -127,7 +129,7 @@ def forward_kernel(
     PACK: tl.constexpr,  # query heads in a tile
     BLOCK_M: tl.constexpr,  # rows of a tile, of all its heads
     QK: tl.constexpr,  # Channels of q and k
-    VO: tl.constexpr,  # Channels of v and out
+    VO: tl.constexpr,  # Channels of v and out that this launch computes
     Q_LAYOUT: tl.constexpr,  # SideLayout
     KV_LAYOUT: tl.constexpr,
     RULE: tl.constexpr,  # MaskRule

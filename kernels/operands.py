@@ -106,7 +106,7 @@ def streamed_tensors(tables: Any, tensors: dict[str, Tensor], by_keys: bool) -> 
 
 def descriptor_entries(name: str, x: Tensor, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
     """The descriptors of tiles of x [B, H, S, D], in the form of Recipe.descriptors."""
-    numbered = enumerate(descriptors(x, tile, pieces(x.shape[3])))
+    numbered = enumerate(descriptors(x, tile, pieces(x.shape[3])[:2]))
     return [(f"{name}_desc{piece}", name, vars(desc) | {"base": None}) for piece, desc in numbered if desc]
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.target_info import current_target
 
 from tritoncp.kernels.tile_runs import BOUNDED_KIND
-from tritoncp.kernels.tiles import INTERPRETED
+from tritoncp.kernels.tiles import INTERPRETED, count_pieces, piece_width
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -41,21 +41,28 @@ class Queries(NamedTuple):
 @triton.jit
 def zeros_pieces(N: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr):
     """Zero accumulators [N, width] for each piece of the channels."""
-    W0: tl.constexpr = DIM.first
-    W1: tl.constexpr = DIM.second
-    if W1 > 0:
-        return tl.zeros([N, W0], ACC), tl.zeros([N, W1], ACC)
-    else:
-        return (tl.zeros([N, W0], ACC),)
+    b_x = ()
+    for I in tl.static_range(count_pieces(DIM)):
+        b_x = b_x + (tl.zeros([N, piece_width(DIM, I)], ACC),)  # noqa: RUF005 - Triton unpacks no tuple
+    return b_x
 
 
 @triton.jit
 def scale_pieces(b_x, factor):
     """x * factor for each piece of channels."""
-    if len(b_x) > 1:
-        return b_x[0] * factor, b_x[1] * factor
-    else:
-        return (b_x[0] * factor,)
+    b_y = ()
+    for I in tl.static_range(len(b_x)):
+        b_y = b_y + (b_x[I] * factor,)  # noqa: RUF005
+    return b_y
+
+
+@triton.jit
+def select_pieces(b_x, DIM: tl.constexpr):
+    """The pieces of a range of channels."""
+    b_y = ()
+    for I in tl.static_range(count_pieces(DIM)):
+        b_y = b_y + (b_x[DIM.skip + I],)  # noqa: RUF005
+    return b_y
 
 
 @triton.jit
@@ -86,19 +93,18 @@ def dot_nt(b_a, b_b, PRECISION: tl.constexpr, FLIP: tl.constexpr = False):
         return tl.trans(dot_nt(b_b, b_a, PRECISION))
     else:
         b_s = dot(b_a[0], tl.trans(b_b[0]), PRECISION)
-        if len(b_a) > 1:
-            b_s += dot(b_a[1], tl.trans(b_b[1]), PRECISION)
+        for I in tl.static_range(1, len(b_a)):
+            b_s += dot(b_a[I], tl.trans(b_b[I]), PRECISION)
         return b_s
 
 
 @triton.jit
 def add_dot(b_c, b_a, b_b, PRECISION: tl.constexpr):
     """c + a @ b for each piece of channels, a rounded to b's dtype first."""
-    b_0 = b_c[0] + dot(b_a.to(b_b[0].dtype), b_b[0], PRECISION)
-    if len(b_c) > 1:
-        return b_0, b_c[1] + dot(b_a.to(b_b[1].dtype), b_b[1], PRECISION)
-    else:
-        return (b_0,)
+    b_sum = ()
+    for I in tl.static_range(len(b_c)):
+        b_sum = b_sum + (b_c[I] + dot(b_a.to(b_b[I].dtype), b_b[I], PRECISION),)  # noqa: RUF005
+    return b_sum
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from tritoncp.kernels.toolchain import multiplies_transposed
 
 PASSES = ("forward", "dq", "dkdv")
 KINDS = (*PASSES, "few", "fused", "gluon")  # of tiles
+MAX_HEAD_DIM, MAX_V_HEAD_DIM = 576, 512  # of q and k, and of v
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,47 @@ def flipped_rows(kind: str, config: Config) -> int:
     return config.BLOCK_N if kind == "dq" else config.BLOCK_M
 
 
-def pieces(dim: int, widest: int = 128) -> tuple[int, int]:
-    """Split a head dim into one or two powers of two >= 16 that sum to at least ``dim``, each at most
-    ``widest`` wide if two such pieces are enough.
+def head_dim_fault(dim: int, of_values: bool = False) -> str | None:
+    """Return which head dims are supported, and for a dim between two of them how to pad; None if ``dim`` is
+    supported.
+
+    >>> head_dim_fault(576), head_dim_fault(0)
+    (None, '1 to 256 and multiples of 8 up to 576 are supported')
+    >>> head_dim_fault(300, of_values=True)
+    '1 to 256 and multiples of 8 up to 512 are supported: pad it with zeros to 304'
+    """
+    largest = MAX_V_HEAD_DIM if of_values else MAX_HEAD_DIM
+    if 0 < dim <= 256 or (dim <= largest and dim % 8 == 0 and dim > 0):
+        return None
+    supported = f"1 to 256 and multiples of 8 up to {largest} are supported"
+    return f"{supported}: pad it with zeros to {dim + -dim % 8}" if 0 < dim < largest else supported
+
+
+def pieces(dim: int, widest: int = 128) -> tuple[int, int, int]:
+    """Split a head dim into powers of two >= 16 that sum to at least ``dim``: (first, second, count) are
+    ``count`` pieces of ``first`` channels and, unless it is 0, one of ``second``. Up to 256 channels are one
+    or two pieces, each at most ``widest`` wide if two such pieces are enough; more are pieces of 128.
 
     Two pieces of 128 need fewer registers than one of 256, whose loads are all in flight at once.
 
-    >>> [pieces(d) for d in (16, 40, 64, 80, 96, 128, 192, 256)]
-    [(16, 0), (32, 16), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64), (128, 128)]
+    >>> [pieces(d) for d in (16, 40, 64, 80, 96, 128, 192, 256)]  # doctest: +NORMALIZE_WHITESPACE
+    [(16, 0, 1), (32, 16, 1), (64, 0, 1), (64, 16, 1), (64, 32, 1), (128, 0, 1), (128, 64, 1),
+     (128, 128, 1)]
     >>> [pieces(d, widest=64) for d in (96, 128, 192)]
-    [(64, 32), (64, 64), (128, 64)]
+    [(64, 32, 1), (64, 64, 1), (128, 64, 1)]
+    >>> [pieces(d) for d in (264, 320, 344, 512, 576)]
+    [(128, 16, 2), (128, 64, 2), (128, 0, 3), (128, 0, 4), (128, 64, 4)]
     """
+    if dim > 2 * 128:
+        count, rest = divmod(dim, 128)
+        second = max(16, 1 << (rest - 1).bit_length()) if rest else 0
+        return (128, 0, count + 1) if second == 128 else (128, second, count)
     widest = widest if dim <= 2 * widest else 128
     first = min(widest, max(16, 1 << (dim.bit_length() - 1)))
     if first >= dim:
-        return first, 0
+        return first, 0, 1
     rest = max(16, 1 << (dim - first - 1).bit_length())
-    return (first * 2, 0) if rest == first < widest else (first, rest)
+    return (first * 2, 0, 1) if rest == first < widest else (first, rest, 1)
 
 
 def widest_piece(arch: str, dim: int, tile: Config) -> int:
@@ -86,6 +111,16 @@ def widest_piece(arch: str, dim: int, tile: Config) -> int:
     syncs = arch != "interpreter" and family(arch) in ("sm_80", "sm_86")
     halved = syncs and 16 * tile.num_warps <= tile.BLOCK_M and 32 < dim <= 128
     return 1 << ((dim - 1).bit_length() - 1) if halved else 128
+
+
+def sum_parts(arch: str, dim: int) -> int:
+    """Return how many launches share the ``dim`` channels of a sum, each with scores of its own: two on
+    sm_100 for more than 384, since its tensor memory has 512 columns, of which scores need some.
+
+    >>> sum_parts("sm_100", 512), sum_parts("sm_100", 384), sum_parts("sm_90", 512)
+    (2, 1, 1)
+    """
+    return 2 if dim > 384 and arch != "interpreter" and family(arch) == "sm_100" else 1
 
 
 def fit(tile: int, block: int) -> int:
@@ -137,36 +172,84 @@ _RULES: dict[str, _Tiles] = {
             128: Config(128, 64, 8, 2),
             192: Config(64, 32, 4, 1),
             256: Config(64, 32, 4, 2),
+            512: Config(64, 32, 8, 1),
+            576: Config(32, 32, 8, 1),
         },
         "forward, heavy": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2)},  # 40, 8 bytes
-        "few": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 2)},
-        "dq": {64: Config(64, 64, 4, 2), 128: Config(128, 64, 8, 2), 256: Config(32, 32, 4, 2)},
+        "few": {
+            64: Config(64, 64, 4, 3),
+            128: Config(64, 64, 4, 2),
+            256: Config(64, 64, 8, 2),
+            576: Config(32, 32, 8, 1),
+        },
+        "dq": {
+            64: Config(64, 64, 4, 2),
+            128: Config(128, 64, 8, 2),
+            256: Config(32, 32, 4, 2),
+            576: Config(32, 32, 8, 1),
+        },
         "dq, heavy": {128: Config(64, 32, 4, 2)},  # 248 bytes
         "dkdv": {
             64: Config(64, 64, 4, 2),
             128: Config(32, 128, 8, 2),
             192: Config(32, 32, 4, 2),
             256: Config(64, 64, 8, 1, FLIP=True),
+            576: Config(32, 32, 8, 1),
         },
     },
     "sm_86": {
-        "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 32, 8, 2), 256: Config(64, 32, 8, 1)},
-        "few": {64: Config(64, 64, 4, 2), 128: Config(64, 32, 8, 2), 256: Config(64, 32, 8, 1)},
-        "dq": {64: Config(128, 64, 8, 2), 128: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1)},
-        "dkdv": {64: Config(64, 128, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
+        "forward": {
+            64: Config(128, 64, 8, 3),
+            128: Config(128, 32, 8, 2),
+            256: Config(64, 32, 8, 1),
+            576: Config(32, 32, 8, 1),
+        },
+        "few": {
+            64: Config(64, 64, 4, 2),
+            128: Config(64, 32, 8, 2),
+            256: Config(64, 32, 8, 1),
+            576: Config(32, 32, 8, 1),
+        },
+        "dq": {
+            64: Config(128, 64, 8, 2),
+            128: Config(64, 32, 8, 2),
+            256: Config(32, 32, 8, 1),
+            576: Config(32, 16, 8, 1),
+        },
+        "dkdv": {
+            64: Config(64, 128, 8, 2),
+            128: Config(32, 64, 8, 1),
+            256: Config(32, 32, 8, 1),
+            576: Config(16, 32, 8, 1),
+        },
     },
     "sm_90": {
-        "forward": {64: Config(128, 64, 4, 2), 128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
-        "few": {64: Config(64, 64, 4, 4), 128: Config(64, 64, 4, 3), 256: Config(64, 64, 4, 2)},
+        "forward": {
+            64: Config(128, 64, 4, 2),
+            128: Config(128, 128, 8, 2),
+            256: Config(128, 64, 8, 2),
+            576: Config(64, 64, 8, 1),
+        },
+        "few": {
+            64: Config(64, 64, 4, 4),
+            128: Config(64, 64, 4, 3),
+            256: Config(64, 64, 4, 2),
+            576: Config(64, 64, 8, 1),
+        },
         "dq": {
             64: Config(128, 64, 8, 2),
             128: Config(128, 128, 8, 2),
             192: Config(128, 64, 8, 2),
             256: Config(64, 64, 4, 2),
+            576: Config(64, 32, 8, 1),
         },
         "dq, heavy": {128: Config(128, 32, 8, 2), 256: Config(128, 32, 8, 2)},  # 776 and 296 bytes
         "dq, scored": {128: Config(128, 32, 8, 2)},  # 224 bytes
-        "dkdv": {128: Config(64, 128, 8, 2), 256: Config(128, 64, 8, 1, FLIP=True)},
+        "dkdv": {
+            128: Config(64, 128, 8, 2),
+            256: Config(128, 64, 8, 1, FLIP=True),
+            576: Config(32, 64, 8, 1),
+        },
         "dkdv, heavy": {256: Config(64, 64, 8, 1)},  # 320 bytes
         "fused": {
             64: Config(64, 128, 8, 2),
@@ -176,10 +259,24 @@ _RULES: dict[str, _Tiles] = {
         "gluon": {64: Config(128, 128, 4, 4), 128: Config(128, 128, 4, 3)},
     },
     "sm_100": {
-        "forward": {96: Config(128, 64, 4, 2), 128: Config(128, 64, 4, 1), 256: Config(64, 128, 4, 1)},
+        "forward": {
+            96: Config(128, 64, 4, 2),
+            128: Config(128, 64, 4, 1),
+            256: Config(64, 128, 4, 1),
+            576: Config(128, 32, 8, 1),
+        },
         "forward, heavy": {128: Config(128, 32, 4, 2)},  # 1352 bytes
-        "few": {64: Config(64, 64, 4, 4), 128: Config(64, 64, 4, 3), 256: Config(64, 64, 8, 2)},
-        "dq": {128: Config(128, 64, 4, 2, maxnreg=256), 256: Config(64, 64, 4, 1, maxnreg=256)},
+        "few": {
+            64: Config(64, 64, 4, 4),
+            128: Config(64, 64, 4, 3),
+            256: Config(64, 64, 8, 2),
+            576: Config(64, 64, 4, 1),
+        },
+        "dq": {
+            128: Config(128, 64, 4, 2, maxnreg=256),
+            256: Config(64, 64, 4, 1, maxnreg=256),
+            576: Config(64, 32, 8, 1),
+        },
         "dq, heavy": {
             128: Config(128, 32, 4, 2, maxnreg=256),
             256: Config(64, 32, 4, 1),
@@ -190,13 +287,19 @@ _RULES: dict[str, _Tiles] = {
             128: Config(64, 64, 8, 1),
             192: Config(64, 64, 8, 1, maxnreg=256),
             256: Config(64, 64, 8, 1),
+            576: Config(32, 64, 8, 1),
         },
     },
     "gfx942": {
-        "forward": {64: Config(128, 64, 4, 2), 256: Config(128, 32, 4, 1)},
-        "few": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 1), 256: Config(64, 32, 4, 1)},
-        "dq": {96: Config(128, 32, 4, 1), 256: Config(64, 16, 4, 1)},
-        "dkdv": {96: Config(16, 128, 4, 1), 256: Config(16, 64, 4, 1)},
+        "forward": {64: Config(128, 64, 4, 2), 256: Config(128, 32, 4, 1), 576: Config(64, 16, 4, 1)},
+        "few": {
+            64: Config(64, 64, 4, 2),
+            128: Config(64, 64, 4, 1),
+            256: Config(64, 32, 4, 1),
+            576: Config(64, 16, 4, 1),
+        },
+        "dq": {96: Config(128, 32, 4, 1), 256: Config(64, 16, 4, 1), 576: Config(32, 16, 4, 1)},
+        "dkdv": {96: Config(16, 128, 4, 1), 256: Config(16, 64, 4, 1), 576: Config(16, 32, 4, 1)},
         "fused": {64: Config(16, 128, 4, 1), 256: Config(16, 64, 4, 1)},
     },
 }
@@ -218,10 +321,15 @@ _POINTERS: dict[str, _Tiles] = {
 }
 # Tiles of float32 and float64 inputs, which the FMA units multiply: all operands lie in registers.
 _WIDE: _Tiles = {
-    "forward": {64: Config(32, 16, 8, 1), 256: Config(16, 16, 8, 1)},
-    "few": {64: Config(16, 32, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 8, 1)},
-    "dq": {64: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
-    "dkdv": {64: Config(32, 32, 8, 1, maxnreg=256), 128: Config(16, 32, 8, 1), 256: Config(16, 16, 4, 1)},
+    "forward": {64: Config(32, 16, 8, 1), 576: Config(16, 16, 8, 1)},
+    "few": {64: Config(16, 32, 4, 1), 128: Config(16, 16, 4, 1), 576: Config(16, 16, 8, 1)},
+    "dq": {64: Config(32, 32, 8, 1), 576: Config(16, 16, 8, 1)},
+    "dkdv": {
+        64: Config(32, 32, 8, 1, maxnreg=256),
+        128: Config(16, 32, 8, 1),
+        256: Config(16, 16, 4, 1),
+        576: Config(16, 16, 8, 1),
+    },
 }
 
 

@@ -5,8 +5,8 @@ Naming grammar of kernel locals
     n_*  scalar count                                    b_*  block of values in registers
     p_*  pointer                                         m_*  boolean mask
     UPPER_CASE is a ``tl.constexpr``.  A comment behind each block gives its shape: M query rows, N key
-    rows, D head dim of q and k, E head dim of v.  Channels are cut in at most two pieces, each a power of
-    two (:func:`tritoncp.kernels.tile_rules.pieces`): a block with channels is a tuple of one or two blocks.
+    rows, D head dim of q and k, E head dim of v.  Channels are cut in pieces, each a power of two
+    (:func:`tritoncp.kernels.tile_rules.pieces`): a block with channels is a tuple of blocks, one per piece.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from tritoncp.kernels.tile_rules import pieces
 # The interpreter's tl.dot reads bf16 as raw uint16, so operands are widened there; products of two
 # bf16 or fp16 values are exact in float32, which is what the tensor cores accumulate too.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# Tiles are at most 256 rows by 256 channels: below this stride, offsets inside one fit 31 bits.
+# Tiles are at most 256 rows by 256 channels: below this stride, offsets inside one fit 31 bits. (Below half
+# of it with up to 576 channels.)
 WIDE_STRIDE = 1 << 22
 
 
@@ -85,7 +86,8 @@ def view(x: torch.Tensor | None) -> Strided | Stat:
     strides = x.stride()
     if len(strides) == 3:
         return Stat(x, *strides[:2])
-    return Strided(x, *strides, 1 if max(strides[2:]) >= WIDE_STRIDE else None)
+    limit = WIDE_STRIDE if x.shape[3] <= 256 else WIDE_STRIDE // 2
+    return Strided(x, *strides, 1 if max(strides[2:]) >= limit else None)
 
 
 _NO_TENSOR = Strided(None, 0, 0, 0, 0, None)
@@ -101,7 +103,7 @@ def copyable(x: torch.Tensor) -> bool:
 
 
 def descriptors(x: torch.Tensor, rows: int, widths: tuple[int, int]) -> list[TensorDescriptor | None]:
-    """Make the descriptors of x [B, H, S, D] for tiles of ``rows`` rows by each piece of channels."""
+    """Make the descriptors of x [B, H, S, D] for tiles of ``rows`` rows by each width of a piece."""
     unit = 16 // x.element_size()
     strides = [stride if size > 1 else unit for size, stride in zip(x.shape[:3], x.stride())]
     shape, strides = list(x.shape), [*strides, 1]
@@ -116,16 +118,52 @@ def descriptor_at(fields: dict[str, Any], x: torch.Tensor) -> TensorDescriptor:
 
 
 class Channels(NamedTuple):
-    """Channels of a head, and the widths of their pieces; ``second`` is 0 if there is one piece."""
+    """Channels of a head, or a range of them, in pieces: ``count`` of ``first`` channels, then one of
+    ``second`` channels, unless that is 0. A range begins after ``skip`` pieces of ``first`` channels."""
 
-    dim: Any
+    dim: Any  # of the head
     first: Any
     second: Any
+    count: Any = 1
+    skip: Any = 0
 
 
 def channels(dim: int, widest: int) -> Channels:
     """Cut ``dim`` channels into pieces of at most ``widest``."""
     return Channels(dim, *pieces(dim, widest))
+
+
+def channel_range(whole: Channels, part: int, parts: int) -> Channels:
+    """One of ``parts`` ranges of about equally many pieces.
+
+    >>> [channel_range(channels(576, 128), part, 2) for part in range(2)]  # doctest: +NORMALIZE_WHITESPACE
+    [Channels(dim=576, first=128, second=0, count=2, skip=0),
+     Channels(dim=576, first=128, second=64, count=2, skip=2)]
+    """
+    if parts == 1:
+        return whole
+    total = whole.count + bool(whole.second)
+    begin, end = (at * total // parts for at in (part, part + 1))
+    second = whole.second if end == total else 0
+    return whole._replace(second=second, count=end - begin - bool(second), skip=begin)
+
+
+@triton.constexpr_function
+def count_pieces(dim):
+    """The number of pieces of channels."""
+    return dim.count + (dim.second > 0)
+
+
+@triton.constexpr_function
+def is_last(dim):
+    """Whether a range of channels ends with the last channel."""
+    return (dim.skip + dim.count) * dim.first + dim.second >= dim.dim
+
+
+@triton.constexpr_function
+def piece_width(dim, i_piece):
+    """The number of channels of a piece."""
+    return dim.first if i_piece < dim.count else dim.second
 
 
 @triton.constexpr_function
@@ -228,25 +266,32 @@ def stream_rows(
 
 
 @triton.jit
+def stream_piece(stream, rows, I: tl.constexpr, DIM: tl.constexpr, CHECK: tl.constexpr):
+    """Piece ``I`` of the channels of a tile's rows."""
+    if DIM.count > I:
+        return stream_rows(
+            stream.x, stream.desc0, rows, (DIM.skip + I) * DIM.first, DIM.first, DIM.dim, CHECK
+        )
+    else:
+        return stream_rows(
+            stream.x, stream.desc1, rows, (DIM.skip + I) * DIM.first, DIM.second, DIM.dim, CHECK
+        )
+
+
+@triton.jit
 def stream_pieces(stream, rows, DIM: tl.constexpr, CHECK: tl.constexpr):
     """load_pieces inside a loop; without CHECK all rows are present."""
-    W0: tl.constexpr = DIM.first
-    W1: tl.constexpr = DIM.second
-    b_0 = stream_rows(stream.x, stream.desc0, rows, 0, W0, DIM.dim, CHECK)
-    if W1 > 0:
-        return b_0, stream_rows(stream.x, stream.desc1, rows, W0, W1, DIM.dim, CHECK)
-    else:
-        return (b_0,)
+    b_x = ()
+    for I in tl.static_range(count_pieces(DIM)):
+        b_x = b_x + (stream_piece(stream, rows, I, DIM, CHECK),)  # noqa: RUF005
+    return b_x
 
 
 @triton.jit
 def store_pieces(x, rows, b_x, DIM: tl.constexpr, ADD: tl.constexpr = False):
     """Store a tile's rows, or add to them: the counterpart of load_pieces."""
-    W0: tl.constexpr = DIM.first
-    W1: tl.constexpr = DIM.second
-    store_rows(x, rows, b_x[0], 0, W0, DIM.dim, ADD)
-    if W1 > 0:
-        store_rows(x, rows, b_x[1], W0, W1, DIM.dim, ADD)
+    for I in tl.static_range(count_pieces(DIM)):
+        store_rows(x, rows, b_x[I], (DIM.skip + I) * DIM.first, piece_width(DIM, I), DIM.dim, ADD)
 
 
 @triton.jit

@@ -42,7 +42,8 @@ class Group(click.Group):
 
 
 HEADS = click.IntRange(1, 1 << 16)
-HEAD_DIM = click.IntRange(1, 256)  # equals call.check_arguments.MAX_HEAD_DIM, whose import would import torch
+HEAD_DIM, V_HEAD_DIM = click.IntRange(1, 576), click.IntRange(1, 512)  # the maxima of kernels.tile_rules,
+# whose import would import torch
 
 
 @click.group("tritoncp", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -90,7 +91,7 @@ BALANCERS = (
 @click.option("--heads", type=HEADS, default=32, show_default=True, help="Query heads.")
 @click.option("--kv-heads", type=HEADS, default=8, show_default=True, help="Key and value heads.")
 @click.option("--head-dim", type=HEAD_DIM, default=128, show_default=True, help="Of queries and keys.")
-@click.option("--v-head-dim", type=HEAD_DIM, help="Of values.  [default: --head-dim]")
+@click.option("--v-head-dim", type=V_HEAD_DIM, help="Of values.  [default: --head-dim]")
 @click.option(
     "--batch", type=click.IntRange(1, 1 << 30), help="Batch rows.  [default: those of the lengths, else 1]"
 )

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -18,7 +18,8 @@ from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import LEFT_OUT, TileRequest, check_options, choose, option_names
 from tritoncp.kernels.scores import Closure
-from tritoncp.kernels.tile_rules import PASSES, Config, default, fit, gqa_pack_factor, pieces
+from tritoncp.kernels.tile_rules import MAX_HEAD_DIM, PASSES, Config, default, fit, gqa_pack_factor, pieces
+from tritoncp.kernels.tiles import channel_range, channels
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
 
@@ -32,7 +33,7 @@ def chosen(kind: str, options: dict[str, Any], q_block: int = 128, kv_block: int
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_architecture_and_dim_has_a_default(arch: str, kind: str) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for dim in (16, 64, 65, 80, 128, 192, 256):
+        for dim in (16, 64, 65, 80, 128, 192, 256, 264, 320, 448, 512, 576):
             config = default(kind, arch, dim, dtype)
             assert min(config.BLOCK_M, config.BLOCK_N) >= 16
 
@@ -172,7 +173,24 @@ def test_channels_are_cut_into_the_two_smallest_pieces_that_hold_them() -> None:
     for dim, widest in product(range(1, 257), (32, 64, 128)):
         limit = widest if dim <= 2 * widest else 128
         pairs = [(a, b) for a in POWERS if a <= limit for b in (0, *POWERS) if b <= a and a + b >= dim]
-        assert pieces(dim, widest) == min(pairs, key=lambda pair: (sum(pair), pair[1]))
+        assert pieces(dim, widest) == (*min(pairs, key=lambda pair: (sum(pair), pair[1])), 1)
+
+
+def test_wide_heads_are_cut_into_equal_pieces_and_a_smaller_one() -> None:
+    """The last piece has the fewest channels that hold the rest; ranges of pieces are all of them in
+    order."""
+    for dim in range(257, MAX_HEAD_DIM + 1):
+        first, second, count = pieces(dim)
+        rest = dim - (dim - 1) // 128 * 128
+        last = min(power for power in POWERS if power >= rest)
+        assert [first] * count + [second] * bool(second) == [128] * ((dim - 1) // 128) + [last]
+        whole = channels(dim, 128)
+        for parts in range(1, count + 1):
+            ranges = [channel_range(whole, part, parts) for part in range(parts)]
+            widths = [[r.first] * r.count + [r.second] * bool(r.second) for r in ranges]
+            assert [*chain(*widths)] == [first] * count + [second] * bool(second)
+            assert [r.skip for r in ranges] == [sum(map(len, widths[:part])) for part in range(parts)]
+            assert max(map(len, widths)) - min(map(len, widths)) <= 1
 
 
 def test_query_heads_share_tiles_where_that_takes_a_tenth_fewer() -> None:

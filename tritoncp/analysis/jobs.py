@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from tritoncp.kernels.options import ROUTES
-from tritoncp.kernels.tile_rules import Config
+from tritoncp.kernels.tile_rules import MAX_V_HEAD_DIM, Config, head_dim_fault
 from tritoncp.masks.expressions import brief
 from tritoncp.measured_tiles.tile_tables import kernel_and_tiles
 from tritoncp.perf.problem import Problem
@@ -76,8 +76,10 @@ def parse_shape(shape: str) -> Problem:
             f"shape {brief(shape)} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: pass for example 32x8,128,16384, "
             "or with another head dim of values 128x128,192x128,8192"
         ) from error
-    if min(q_heads, kv_heads, dim, v_dim, seq) < 1 or q_heads % kv_heads or max(dim, v_dim) > 256:
-        raise ValueError(f"shape {shape!r}: KV heads have to divide heads, and head dims be at most 256")
+    if min(q_heads, kv_heads, dim, v_dim, seq) < 1 or q_heads % kv_heads:
+        raise ValueError(f"shape {shape!r}: all numbers have to be positive, and KV heads divide heads")
+    if fault := head_dim_fault(dim) or head_dim_fault(v_dim, of_values=True):
+        raise ValueError(f"shape {shape!r}: of head dims, {fault}")
     if q_heads * seq * max(dim, v_dim) > MAX_ELEMENTS:
         raise ValueError(
             f"shape {shape!r}: queries have more than {MAX_ELEMENTS >> 30}G elements, too many for a GPU"
@@ -91,7 +93,7 @@ class Job:
 
     kernel: one of KERNELS; "fused": dK/dV with dQ in one kernel; "few": forward with tiles for few query rows
         (variant "few" or "decode"); "combine": the launch after "few" if keys are split over several CTAs;
-        "gluon": the Gluon route
+        "gluon": the Gluon route; "dk", "dv": launches of "dkdv" with more than 256 channels
     variant: key of VARIANTS, for the state and options of the launch; "": the launch of a call on one device
     config: the tiles; None: the built-in default
     source: origin of a config other than the default
@@ -133,9 +135,9 @@ def step_job(
     kernel: str, arch: str, head_dim: int, dtype: str = "bfloat16", variant: str = "state",
     config: Config | None = None, v_head_dim: int | None = None, score: str = "", source: str = "",
 ) -> Job:  # fmt: skip
-    """Make the job of a variant with these head dims; v_head_dim None: head_dim."""
-    problem = VARIANTS[variant].problem
-    problem = replace(problem, dim=head_dim, v_dim=v_head_dim or head_dim, dtype=dtype, score=score)
+    """Make the job of a variant with these head dims; v_head_dim None: head_dim, or the largest."""
+    problem, v_dim = VARIANTS[variant].problem, v_head_dim or min(head_dim, MAX_V_HEAD_DIM)
+    problem = replace(problem, dim=head_dim, v_dim=v_dim, dtype=dtype, score=score)
     return Job(kernel, arch, problem, variant, config, source)
 
 

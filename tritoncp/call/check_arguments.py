@@ -19,10 +19,10 @@ from tritoncp.call.read import Arguments, CallKind
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.host_copy import refuse_dtensor
 from tritoncp.distributed import groups
+from tritoncp.kernels.tile_rules import MAX_HEAD_DIM, MAX_V_HEAD_DIM, head_dim_fault
 from tritoncp.planning.plan import Plan
 from tritoncp.selection.selection import SelectionAuxRequest
 
-MAX_HEAD_DIM = 256
 MAX_CHECKED_CALLS = 1024
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DEVICES = ("cuda", "cpu", "meta")  # meta tensors have only shapes
@@ -157,13 +157,25 @@ def expansion_of(q: Any, k: Any, v: Any, expand: Any, enable_gqa: bool) -> Expan
 def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
     """Check one shard: type, layout, dtype, device and head dim."""
     _check_shard(name, x, q)
-    if not 0 < x.shape[3] <= MAX_HEAD_DIM:
-        remedy = (
-            "cut value along its head dim, call once for each part, and concatenate the outputs"
+    if fault := head_dim_fault(x.shape[3], name == "value"):
+        raise ValueError(f"{name} has head dim {x.shape[3]}; {fault}{_head_dim_remedy(name, x.shape[3])}")
+
+
+def _head_dim_remedy(name: str, dim: int) -> str:
+    """Return what to do about a head dim that is not supported, after the fault and the nearest one."""
+    if dim > (MAX_V_HEAD_DIM if name == "value" else MAX_HEAD_DIM):
+        return (
+            ": cut value along its head dim, call once for each part, and concatenate the outputs"
             if name == "value"
-            else "torch.nn.attention.flex_attention takes other head dims, for a whole sequence on one device"
+            else ": torch.nn.attention.flex_attention takes others, for a whole sequence on one device"
         )
-        raise ValueError(f"{name} has head dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: {remedy}")
+    if dim == 0:
+        return ""
+    return (
+        f", and cut out to {dim} channels"
+        if name == "value"
+        else f", query and key alike, and pass scale={dim}**-0.5"
+    )
 
 
 def _check_shard(name: str, x: Tensor, q: Tensor) -> None:

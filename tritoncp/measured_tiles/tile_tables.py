@@ -32,7 +32,7 @@ from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.versions import installed_version
 from tritoncp.kernels import tile_rules
 from tritoncp.kernels.options import ROUTES, check_options
-from tritoncp.kernels.tile_rules import architecture
+from tritoncp.kernels.tile_rules import architecture, head_dim_fault
 
 tiles_log = area_logger("tiles")
 PACKAGE = Path(__file__).parents[1]
@@ -173,8 +173,9 @@ def check_entry(entry: Mapping[str, Any]) -> None:
     _, dtype, *dims, mask, _ = entry_key(entry)
     if not isinstance(getattr(torch, dtype), torch.dtype) or mask not in (*NEAREST_KIND, "window"):
         raise ValueError(f"an entry has dtype {dtype!r} and mask {mask!r}, of which one is unknown")
-    if not all(type(dim) is int and 0 < dim <= 256 for dim in dims):
-        raise ValueError(f"an entry has head dims {dims}; 1 to 256 are supported")
+    for dim, of_values in zip(dims, (False, True), strict=True):
+        if type(dim) is not int or (fault := head_dim_fault(dim, of_values)):
+            raise ValueError(f"an entry has head dims {dims}; whole numbers are needed, of which {fault}")
 
 
 @functools.lru_cache(maxsize=16)

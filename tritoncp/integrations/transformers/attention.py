@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tritoncp.api.attention import flex_attention
-from tritoncp.call.check_arguments import MAX_HEAD_DIM
 from tritoncp.integrations.transformers.calls import watch_calls
 from tritoncp.integrations.transformers.graph import (
     checked_plan,
@@ -33,6 +32,7 @@ from tritoncp.integrations.transformers.masks import (
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.integrations.transformers.positions import refuse_local_positions
 from tritoncp.integrations.transformers.whole_sequences import plan_of_call
+from tritoncp.kernels.tile_rules import head_dim_fault
 from tritoncp.masks.named import softcap as softcap_mod
 from tritoncp.selection import Selection
 
@@ -111,11 +111,13 @@ def attention_forward(
             f"dropout={dropout} in training: tritoncp has no attention dropout; set it to 0 in the config, "
             "attention_dropout=0.0, or call model.eval()"
         )
-    if query.shape[3] > MAX_HEAD_DIM:
-        raise ValueError(
-            f"query has head dim {query.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: load this model with "
-            'attn_implementation="sdpa", on one process'
-        )
+    for name, x in (("query", query), ("value", value)):
+        if fault := head_dim_fault(x.shape[3], name == "value"):
+            supported = fault.partition(":")[0]
+            raise ValueError(
+                f"{name} has head dim {x.shape[3]}; {supported}: load this model with "
+                'attn_implementation="sdpa", on one process'
+            )
     mesh, bias = None, position_bias
     if isinstance(attention_mask, MaskWithKeys):
         attention_mask, indices = attention_mask
