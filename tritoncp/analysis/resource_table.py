@@ -26,6 +26,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = tile_tables.SHIPPED / "resources.json"
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
 COLUMNS = ("registers", "spill_bytes", "shared_bytes", "matrix", "tma")
+WIDE = (512, 576)  # head dims above 256 of shipped rows: Gemma 4's, and absorbed latent attention's
 KIB = 1 << 10
 SHARED_BYTES = {
     **{"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB},
@@ -41,7 +42,7 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     that are split in two, float16 and float32 with the kind of mask that needs the max number of registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (110, 377)
+    (118, 401)
     """
     jobs = []
     for arch in archs:
@@ -59,6 +60,8 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
         jobs += [step_job(name, arch, 128, "float16") for name in passes]
         jobs += [step_job("gluon", arch, 128, "float16")] if widest_route(arch, "gluon") else []
         jobs += [step_job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
+        if not arch.startswith("gfx"):
+            jobs += [step_job(name, arch, dim) for dim in WIDE for name in ("forward", "dq", "dv", "dk")]
     return jobs
 
 
