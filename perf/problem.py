@@ -212,4 +212,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"heads": 64, "kv_heads": 8, "dim": 64, "v_dim": 64},
     "Gemma 2 9B": {"heads": 16, "kv_heads": 8, "dim": 256, "v_dim": 256},
     "DeepSeek-V3": {"heads": 128, "kv_heads": 128, "dim": 192, "v_dim": 128},
+    # Every sixth layer of Gemma 4; the others have a window and heads of 256
+    "Gemma 4 31B": {"heads": 32, "kv_heads": 4, "dim": 512, "v_dim": 512},
+    # The key is a token's latent and its rotary part, the value is the latent
+    "DeepSeek-V3, absorbed": {"heads": 128, "kv_heads": 1, "dim": 576, "v_dim": 512},
 }

@@ -127,6 +127,8 @@ CASES: tuple[Case, ...] = (
     *_both_passes("full document", 8192, "full", dim=64, v_dim=64),
     *_both_passes("full document", 8192, "full", dim=96, v_dim=96),
     *_both_passes("full document", 8192, "full", dim=256, v_dim=256),
+    *_both_passes("causal", 8192, "full", "Gemma 4 31B, global layers", **MODELS["Gemma 4 31B"]),
+    *_both_passes("causal", 8192, "full", "DeepSeek-V3, absorbed", **MODELS["DeepSeek-V3, absorbed"]),
     # Two ranks of a ring on one device: steps that load and store the softmax state
     *_both_passes("causal", 16384, "full", world=2, schedule="ring", together=True),
     *(

@@ -93,6 +93,13 @@ def test_a_comparison_is_printed_and_the_choice_of_keys_matters(
     assert alone == pytest.approx(kept) != pytest.approx(example.train(steps=1)[0][0])
 
 
+def test_operations_of_absorbed_and_expanded_heads() -> None:
+    """Two heads of 3 + 5 channels, values of 7, a latent of 11."""
+    count = import_module("latent_attention").operations(2, 3, 5, 7, 11)
+    pairs = {"expanded pair": 2 * 2 * (3 + 5 + 7), "absorbed pair": 2 * 2 * (11 + 5 + 11)}
+    assert count == pairs | {"expansion": 2 * 2 * 11 * (3 + 7)}
+
+
 def test_a_custom_balancer_gives_a_fast_rank_more_work() -> None:
     plan = import_module("custom_balancer").plan_by_speed(world_size=3, rank=0)
     fast, slow, other = plan.work
@@ -238,3 +245,11 @@ def test_cells_of_the_tour_run_in_order_and_are_kept_without_output(
     for cell in codes:
         exec(compile("".join(cell["source"]), cell["id"], "exec"), variables)
     assert {owner for owner in variables["plan"].owners.flatten().tolist() if owner >= 0} == {0, 1, 2, 3}
+
+
+def test_absorbed_latent_attention_is_the_same_function() -> None:
+    example = import_module("latent_attention")
+    losses, gradients = example.train()
+    absorbed, absorbed_gradients = example.train(layer=example.AbsorbedLayer)
+    torch.testing.assert_close(absorbed, losses, rtol=1e-5, atol=0)
+    check_close(absorbed_gradients, gradients, 1e-4)
