@@ -77,20 +77,21 @@ def test_engine_route_and_tiles_are_logged_with_their_reasons(caplog, places):
         "kernel_options over measured)",
     ]
     assert "BLOCK_M=16" in kernels[1] and "BLOCK_M=32" in kernels[2]
-    assert "executables of the plan: hit" in lines(caplog, "cache", logging.DEBUG)
-    assert "executables of the plan: miss" in lines(caplog, "cache", logging.DEBUG)
+    assert "engines of the plan: hit" in lines(caplog, "cache", logging.DEBUG)
+    assert "engines of the plan: miss; the first of this pass" in lines(caplog, "cache", logging.DEBUG)
 
 
-def test_a_new_executable_names_the_fact_by_which_its_call_differs(caplog, places):
+def test_a_new_engine_names_the_fact_by_which_its_call_differs(caplog, places):
     plan = tritoncp.make_plan(tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 40, 40))
     q = torch.randn(1, 2, 40, 16)
     with caplog.at_level(logging.DEBUG, "tritoncp.cache"):
         for scale, heads in ((0.25, 2), (0.5, 2), (0.5, 2), (0.5, 1)):
             tritoncp.flex_attention(*[q[:, :heads]] * 3, plan, scale=scale)
     first, second, third, fourth = lines(caplog, "cache", logging.DEBUG)
-    assert [first, third] == [f"executables of the plan: {result}" for result in ("miss", "hit")]
-    assert second == "executables of the plan: miss; scale was 0.25 and is 0.5"
-    assert fourth.startswith("executables of the plan: miss; heads was (2, 2) and is (1, 1); layouts was ")
+    results = "miss; the first of this pass", "hit"
+    assert [first, third] == [f"engines of the plan: {result}" for result in results]
+    assert second == "engines of the plan: miss; scale was 0.25 and is 0.5"
+    assert fourth.startswith("engines of the plan: miss; heads was (2, 2) and is (1, 1); layouts was ")
 
 
 @pytest.mark.usefixtures("cpu_engine")

@@ -121,7 +121,7 @@ def flex_attention(
 
     Args:
         query: [B, Hq, S_local, D], this rank's shard, in natural order for a mask, in the plan's order for
-            a Plan. bf16, fp16, fp32, or fp64 interpreted. Under autocast query, key and value are cast to
+            a Plan. bf16, fp16, fp32 or fp64. Under autocast query, key and value are cast to
             its dtype.
         key: [B, Hkv, S_local, D], or the latent of ``expand``.
         value: [B, Hkv, S_local, E]; None with ``expand``.
@@ -230,7 +230,7 @@ def _run_on_host(call: Arguments) -> list[Tensor]:
     call = check_call(call)
     plan = find_plan(call)
     prepared = prepare(call, plan)
-    results = attend([prepared], call[:3])
+    results = attend([prepared], call[:3])  # compares the ranks first
     if call.wants_probabilities:
         results += probabilities([prepared], [call], [results[1]])
     return results

@@ -83,7 +83,7 @@ def engine_of(
         )
     warn_left_out(call.options)
     plan, score, device = call.plan, call.score, q.device
-    if not q.is_cuda and not uses_triton(device):
+    if not uses_triton(device):
         return _cpu_engine_of(call, q, k, grads)
     warn_untested("torch", "triton")
     tensors, numbers = call.score_tensors, ()
@@ -100,7 +100,7 @@ def engine_of(
     kept = engines.get(key)
     if cache_log.isEnabledFor(logging.DEBUG):
         found = f"miss{_why_new(EngineKey(*key), engines)}" if kept is None else "hit"
-        cache_log.debug("executables of the plan: %s", found)
+        cache_log.debug("engines of the plan: %s", found)
     if kept is None:
         kept = engines.put(EngineKey(*key), _make_engine(call, q, v, grads))
     engine, mask_copy = kept
@@ -135,7 +135,9 @@ def _cpu_engine_of(call: Call, q: Tensor, k: Tensor, grads: Sequence[Tensor]) ->
 def _why_new(key: EngineKey, known: Iterable[EngineKey]) -> str:
     """Describe in which fields a new key differs from the closest key of the same pass."""
     same_pass = [other for other in known if len(other.layouts) == len(key.layouts)]
-    differences = min((other.difference(key) for other in same_pass), key=len, default={})
+    if not same_pass:
+        return "; the first of this pass"
+    differences = min((other.difference(key) for other in same_pass), key=len)
     return "".join([f"; {text}" for text in differences.values()])
 
 

@@ -192,7 +192,8 @@ def with_facts(call: Call, kind: CallKind, q: Tensor, k: Tensor, v: Tensor) -> C
 
 
 class EngineKey(NamedTuple):
-    """The key of an engine: calls of one plan with equal keys run the same compiled kernels.
+    """The key of an engine: calls of one plan with equal keys run the same compiled kernels. Calls with other
+    keys may run them too: Triton compiles a kernel only for constants and alignments that it has not seen.
 
     facts:   facts of the call
     numbers: properties of the captured numbers for which Triton specialises kernels

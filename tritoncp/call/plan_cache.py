@@ -122,7 +122,8 @@ def plan_for(
 
 
 def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any) -> None:
-    """Check the shards of a call against its plan, unless a call with the same key passed the check."""
+    """Check the shards of a call against its plan, unless a call with the same key passed the check. (Rows
+    of a raw mask are checked as its plan is made, by `check_shards.check_shard_lengths`.)"""
     checked, key = _CHECKED_CALLS.of(plan.derived), (plan.rank, call_key)
     if key not in checked or call_key is None:
         check_shards.check_ranks(plan, group)

@@ -1,4 +1,5 @@
-"""Preparation of a call: its record, after the checks that need its plan, and its comparison between ranks.
+"""Preparation of a call: its record, after the checks that need its plan; and, as a pass begins, the
+comparison of the ranks' calls (:func:`compare_call`).
 
 Once for each group and signature the ranks compare dtype, heads, lengths, scale, options and the structure of
 mods and mask, on the host; later calls cost a look-up. Contents of tensors and captured numbers are compared
@@ -44,8 +45,8 @@ def prepare(arguments: Arguments, plan: Plan) -> Call:
     """Prepare a checked call of this plan: check its kernel options, score_mod and scale, and find its facts
     if they are kept.
 
-    Ranks are compared, and the engine is found or made, at the start of a pass: under a dispatch mode other
-    tensors may reach it than were passed to the call."""
+    The passes compare the ranks (:func:`compare_call`) and find the engine, as they begin: under a dispatch
+    mode a pass may get other tensors than the call."""
     query, options, kind = arguments.query, arguments.kernel_options, arguments.kind
     if options:
         check_options(options, architecture(query.device))

@@ -1,5 +1,6 @@
-"""Attention and masks inside torch.compile. A graph serves all masks of one structure: the structure of mods
-and masks is constant; tensors, numbers and the handles of plans and masks are inputs."""
+"""Attention and masks inside torch.compile: a call is two ops in the graph, `plan` (below) and `forward`
+(call/autograd.py). A graph serves all masks of one structure: the structure of mods and masks is constant;
+tensors, numbers and the handles of plans and masks are inputs."""
 
 from __future__ import annotations
 

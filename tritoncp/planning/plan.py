@@ -266,8 +266,9 @@ class Plan(BlockMaskInterface):
     def check_sources(self) -> None:
         """Raise RuntimeError if state that the mask_mod reads has changed since the mask was made.
 
-        A call asks where it takes its mask (:func:`tritoncp.call.plan_cache.current_mask`), a backward pass
-        at its start, and an op that a graph or torch.jit may run again, at each run.
+        A call asks where it takes its mask (`call.plan_cache.current_mask`), a backward pass as it begins
+        (`call.autograd.backward_pass`), and an op that a graph or torch.jit may run again, at each run
+        (`call.op_arguments.decode`, `call.key_exchange`, `api.selected_keys`).
         """
         self.mask.check_state(user="plan")
 

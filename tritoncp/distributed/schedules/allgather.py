@@ -1,7 +1,8 @@
 """All-gather: one collective for each head group of K and V, and one attention step over the gathered buffer.
 
-Head group g + 1 is gathered while g is computed, so nothing needs merging.  The backward pass gathers again
-instead of keeping global K and V, and reduce-scatters dK/dV in float32.
+Head group g + 1 is gathered while g is computed. One step reads the keys of all ranks, so no results are
+merged. The backward pass gathers again instead of keeping global K and V; a reduce-scatter adds the ranks' dK
+and dV in float32.
 """
 
 import itertools

@@ -100,7 +100,7 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _put_back(x: Tensor, rows: Tensor, length: int, padding: float) -> Tensor:
-    """Write x [B, H, n, ...] to rows [Bp, n] of a new tensor of ``length`` rows; the other rows are zero."""
+    """Write x [B, H, n, ...] to rows [Bp, n] of a new tensor of ``length`` rows, ``padding`` in others."""
     whole = x.new_full((*x.shape[:2], length + 1, *x.shape[3:]), padding)  # the last row is for NO_ROW
     return whole.scatter_(2, _index(rows.clamp(max=length), x.shape), x)[:, :, :length]
 

@@ -79,15 +79,15 @@ def backward(
                 engine.dq(step, dq, add=turn > 0)()
         if grad_flight is not None:
             returned = yield grad_flight  # dQ is computed meanwhile
-        grad = _current_grad(plan.ring, turn, returned, home)
+        grad = _receive_grad(plan.ring, turn, returned, home)
         if hop.reads:
-            with step_range(plan, turn, "dkdv"):
+            with step_range(plan, turn, "dkdv"):  # adds to what the ranks before computed
                 dkdv(engine, step, *views(grad, k), dq, add=turn > 0)
             del step  # it holds the keys
         grad_flight = yield _send(plan, grad, hop.dkv_to, (hop.dkv_next, hop.dkv_home))
         current = yield flight
     assert grad_flight is not None
-    _current_grad(plan.ring, len(plan.ring), (yield grad_flight), home)
+    _receive_grad(plan.ring, len(plan.ring), (yield grad_flight), home)
     return dq, *separate(home, k)
 
 
@@ -101,8 +101,8 @@ def _send(plan: Plan, x: Tensor, target: int | None, sources: Sequence[int | Non
     return AllToAll(x if target is not None else x[:0], sends, recvs)
 
 
-def _current_grad(hops: tuple[Hop, ...], turn: int, returned: Tensor, home: Tensor) -> Tensor:
-    """Return the gradient buffer of this step's K and V; add the gradient that came home to ``home``."""
+def _receive_grad(hops: tuple[Hop, ...], turn: int, returned: Tensor, home: Tensor) -> Tensor:
+    """Add the gradient that came home to ``home``, and return the gradient buffer of this step's K and V."""
     if turn == 0:
         return home
     previous = hops[turn - 1]

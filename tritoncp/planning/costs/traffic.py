@@ -55,7 +55,7 @@ class Hop(NamedTuple):
 
     owner:     rank whose K and V this step is about
     holds:     whether they reach this rank: K and V are sent only as far as the last rank that reads them
-    reads:     whether this rank's queries see any of these keys
+    reads:     whether this rank computes a step: its queries see some of these keys, or the keys are its own
     more:      whether this rank's queries see K and V of a later step
     next:      rank to which K and V are sent, for the next step
     previous:  rank that sends the K and V of the next step
