@@ -21,13 +21,13 @@ S, HEADS, KV_HEADS = 1024, 8, 2
 class Chosen(NamedTuple):
     """Keys that rows of queries select at random.
 
-    count:       keys of a row, or blocks
+    top:         keys of a row, or blocks
     block_size:  keys of a block, 1 for keys alone
     query_block: queries of a row
     shares:      heads of the selection
     """
 
-    count: int
+    top: int
     block_size: int = 1
     query_block: int = 1
     shares: int = 1
@@ -41,7 +41,7 @@ class Chosen(NamedTuple):
         """
         of_blocks = f"blocks of {self.block_size} keys" if self.block_size > 1 else "keys"
         queries = f" for {self.query_block} queries" if self.query_block > 1 else ""
-        return f"{self.count} {of_blocks}{queries} of {self.shares} head{'s' * (self.shares > 1)}"
+        return f"{self.top} {of_blocks}{queries} of {self.shares} head{'s' * (self.shares > 1)}"
 
     def draw(self, problem: Problem, positions: Tensor | None = None) -> Selection:
         """Draw a selection for the queries of a problem, of keys that its mask shows as far as there are
@@ -50,13 +50,13 @@ class Chosen(NamedTuple):
         mask, height, size = problem.block_mask(), self.query_block, self.block_size
         at = torch.arange(problem.rows) if positions is None else positions
         rows, blocks = -(-len(at) // height), -(-problem.seq // size)
-        indices = torch.empty(1, self.shares, rows, self.count, dtype=torch.int32)
+        indices = torch.empty(1, self.shares, rows, self.top, dtype=torch.int32)
         visible = mask.to_dense(1, 1)[0, 0][at]
         for row in range(rows):
             seen = visible[row * height : (row + 1) * height].any(0)
             seen = torch.nn.functional.pad(seen, (0, blocks * size - problem.seq)).view(blocks, size).any(1)
             scores = torch.rand(self.shares, blocks, generator=generator) + seen
-            indices[0, :, row] = scores.topk(self.count).indices.sort().values.int()
+            indices[0, :, row] = scores.topk(self.top).indices.sort().values.int()
         return Selection(indices, size, height)
 
 
@@ -145,7 +145,7 @@ def parse_chosen(text: str) -> Chosen:
     """Parse a selection COUNT[xBLOCK_SIZE][,SHARES]. Raises ValueError for another format.
 
     >>> parse_chosen("4x64,2")
-    Chosen(count=4, block_size=64, query_block=1, shares=2)
+    Chosen(top=4, block_size=64, query_block=1, shares=2)
     """
     try:
         keys, _, shares = text.partition(",")
@@ -156,7 +156,7 @@ def parse_chosen(text: str) -> Chosen:
             f"selection {brief(text)} is not COUNT, COUNTxBLOCK_SIZE, or one of them and a number of heads: "
             "pass for example 64, 4x64 or 4x64,2"
         ) from error
-    if min(chosen.count, chosen.shares) < 1 or (chosen.block_size != 1 and chosen.block_size % 16):
+    if min(chosen.top, chosen.shares) < 1 or (chosen.block_size != 1 and chosen.block_size % 16):
         raise ValueError(f"selection {text!r}: counts are at least 1, and blocks multiples of 16 keys")
     return chosen
 

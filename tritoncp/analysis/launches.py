@@ -128,9 +128,11 @@ class CallTensors:
         assert self._variant.chosen is not None
         pairs = VisiblePairs(self._mask, self._mask.mask_mod, 0, self.q.device)
         positions, heads, kv_heads = self._plan.positions, self.q.shape[1], self.k.shape[1]
-        chosen = self._variant.chosen.draw(self._problem, positions[0])
-        sizes = positions, heads, heads // kv_heads, chosen.indices.shape[1]
-        return SelectedTritonEngine(engine, SelectedRows(*chosen, *sizes), pairs)
+        indices, block_size, query_block = self._variant.chosen.draw(self._problem, positions[0])
+        rows = SelectedRows(
+            indices, block_size, query_block, positions, heads, heads // kv_heads, indices.shape[1]
+        )
+        return SelectedTritonEngine(engine, rows, pairs)
 
     def _engine(self, kernel: str, config: Config | None, arch: str | None) -> TritonEngine:
         options = {"deterministic": False, "FUSED_BACKWARD": kernel == "fused", **dict(self._variant.options)}

@@ -274,7 +274,7 @@ class SelectedTritonEngine:
         for name, x in (("k", k), ("v", v)):
             arch = self.base.arch or architecture(k.device)
             copied = lists.whole and copies(arch) and copyable(k) and copyable(v) and k.element_size() <= 2
-            of_x = descriptors(x, tile, pieces(x.shape[3], widest)) if copied else [None, None]
+            of_x = descriptors(x, tile, pieces(x.shape[3], widest)[:2]) if copied else [None, None]
             made |= {f"{name}_desc{piece}": desc for piece, desc in enumerate(of_x)}
         return made
 
