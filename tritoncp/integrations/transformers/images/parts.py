@@ -37,7 +37,7 @@ def share_images(sizes: Sequence[int], world_size: int) -> list[tuple[int, int]]
     """Return (first, end) of the images of each rank. sizes: the work of each image
 
     >>> share_images([1, 1, 1, 3], 2), share_images([5], 2)
-    ([(0, 3), (3, 4)], [(0, 1), (1, 1)])
+    ([(0, 3), (3, 4)], [(0, 0), (0, 1)])
     """
     ends, total = list(accumulate(sizes)), sum(sizes)
     middles = [(end - size / 2) * world_size / total for end, size in zip(ends, sizes)]
