@@ -8,8 +8,7 @@ channels, which are rotated before they are sent: only the token's own rank know
 
 The same attention is possible without keys and values of heads (AbsorbedLayer): the query is mapped to the
 latent's channels, and all heads share the latent as their one key and value, of 576 and 512 channels in
-DeepSeek-V3. As many bytes travel, nothing is expanded, and each visible pair takes several times the
-operations.
+DeepSeek-V3. As many bytes travel, nothing is expanded, and a visible pair takes several times the operations.
 """
 
 from functools import partial

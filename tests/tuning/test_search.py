@@ -209,3 +209,13 @@ def test_the_first_candidate_is_the_config_of_calls_without_a_file(score):
         target = Target(kernel, Problem("causal", 1024, 8, 8, dim, dim, score=name))
         assert launch_of(target.job(arch, None)).config == candidates(target, arch)[0], (kernel, arch, dim)
         assert ("loads" in target.entry) == ("table" in score)
+
+
+def test_a_fused_backward_pass_of_wide_heads_is_no_target() -> None:
+    assert {target.kernel for target in targets(["4x2,512,256"], ["full"], ["fwd", "bwd"], "float16")} == {
+        "forward",
+        "dq",
+        "dkdv",
+    }
+    with pytest.raises(ValueError, match="above 256 channels the backward pass is not fused"):
+        targets(["4x2,64x264,256"], ["full"], ["fused"], "float16")

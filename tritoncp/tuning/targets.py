@@ -10,6 +10,7 @@ from typing import Any
 
 from tritoncp.analysis.jobs import Job, Routed, kernel_of, parse_shape, step_job
 from tritoncp.core.environment import UNSAFE_FUSED
+from tritoncp.kernels.engine import FUSED_CHANNELS
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import FEW, Config, copies, default, flipped_rows, weight, widest_route
 from tritoncp.kernels.toolchain import flips_right, fused_fault
@@ -115,6 +116,11 @@ def targets(
         if op == "few" and problem.heads // problem.kv_heads > FEW:
             raise ValueError(
                 f"shape {shape!r} with --ops few: at most {FEW} query heads per KV head are supported"
+            )
+        if "fused" in OPS[op] and max(problem.dim, problem.v_dim) > FUSED_CHANNELS:
+            raise ValueError(
+                f"shape {shape!r} with --ops {op}: above {FUSED_CHANNELS} channels the backward pass is not "
+                "fused; leave it out of --ops"
             )
         for kernel in OPS[op]:
             measured = replace(problem, mask="full", queries=1) if kernel == "few" else problem
