@@ -41,7 +41,7 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     that are split in two, float16 and float32 with the kind of mask that needs the max number of registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (140, 467)
+    (128, 431)
     """
     jobs = []
     for arch in archs:
@@ -65,10 +65,8 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
 
 def _selected(arch: str) -> list[Job]:
     """List the kernels of keys that are selected at run time."""
-    rows = [("bfloat16", dim, variant) for dim in (64, 128, 256) for variant in ("tokens", "blocks")]
-    rows += [("bfloat16", 128, "group_tokens"), ("float16", 128, "tokens"), ("float32", 128, "tokens")]
-    jobs = [step_job(name, arch, dim, dtype, mask) for dtype, dim, mask in rows for name in PASSES]
-    return jobs + [step_job(name, arch, 192, variant="tokens", v_head_dim=128) for name in PASSES]
+    rows = [(dim, variant) for dim in (64, 128, 256) for variant in ("tokens", "blocks")]
+    return [step_job(name, arch, dim, variant=mask) for dim, mask in rows for name in PASSES]
 
 
 def measured(archs: Iterable[str] = ARCHS, folder: Path = tile_tables.SHIPPED) -> list[Job]:
