@@ -73,7 +73,7 @@ def test_overloads_take_the_parameters_of_the_function(function):
         assert positional == list(parameters)[: len(positional)]
         required = {name for name, one in signature.parameters.items() if one.default is one.empty}
         extra = required - {name for name, one in parameters.items() if one.default is one.empty}
-        assert extra <= {"return_lse", "return_aux"}
+        assert extra <= {"return_lse", "return_aux", "selected"}
         assert signature.return_annotation != "Any"
     results = {
         part
