@@ -42,6 +42,7 @@ from tritoncp.graph.dispatch import (
 from tritoncp.graph.spec import decode_spec
 from tritoncp.mods.tracing import fresh_dispatch
 from tritoncp.planning.step_tables import Engine
+from tritoncp.selection.selection import Selection
 
 _NO_CONTEXT = nullcontext()
 
@@ -205,8 +206,12 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, calls: Sequence[Call | OpArguments], *tensors: Tensor) -> tuple[Tensor, ...]:
         results = _run_forward(calls, tensors)
         width = len(results) // len(calls)
-        ctx.save_for_backward(*results[::width], *results[1::width], *tensors)
-        ctx.calls = [call.with_captures(()) for call in calls]  # saved tensors, for version checks and hooks
+        chosen = [call.selected for call in calls if call.selected is not None]
+        saved = *tensors, *[one.indices for one in chosen]  # for version checks and hooks
+        ctx.save_for_backward(*results[::width], *results[1::width], *saved)
+        ctx.calls, ctx.forms = [call.with_captures(()) for call in calls], [one[1:] for one in chosen]
+        if chosen:
+            ctx.calls = [call._replace(selected=None) for call in ctx.calls]
         if width > 2:
             ctx.mark_non_differentiable(*results[2::width])
         ctx.set_materialize_grads(False)
@@ -227,13 +232,17 @@ class Attention(torch.autograd.Function):
         """Return the gradients of the arguments of :meth:`forward`."""
         refuse_batched_gradients(*grads)
         count, saved = len(ctx.calls), ctx.saved_tensors
-        captures, width, inputs = saved[5 * count :], len(grads) // count, []
+        end = len(saved) - len(ctx.forms)
+        captures, width, inputs = saved[5 * count : end], len(grads) // count, []
         for i in range(count):
             out, lse, (q, k, v) = saved[i], saved[count + i], saved[2 * count + 3 * i : 2 * count + 3 * i + 3]
             dout, dlse = grads[width * i : width * i + 2]
             dout = torch.zeros_like(out) if dout is None else dout
             inputs.append(BackwardInputs(dout, dlse, q, k, v, out, lse))
         calls = [call.with_captures(captures) for call in ctx.calls]
+        if ctx.forms:
+            chosen = [Selection(x, *form) for x, form in zip(saved[end:], ctx.forms, strict=True)]
+            calls = [call._replace(selected=one) for call, one in zip(calls, chosen, strict=True)]
         parts = backward(calls, inputs)
         if not captures:
             return None, *parts

@@ -24,9 +24,10 @@ class OpArguments(NamedTuple):
     """A call encoded as the last arguments of the registered ops, for graphs, dispatch modes and tensor
     subclasses.
 
+    captures: tensors that the call reads besides query, key and value; the indices of selected keys are last
     ints: in a graph, the numbers that the score_mod captures
     plan: handle (:mod:`tritoncp.core.handles`): in a graph the handle of the plan, which is an input, so that
-        one graph serves all plans; else the handle of the :class:`Call` without captures
+        one graph serves all plans; else the handle of the :class:`Call` without captures and indices
     spec: text of a :class:`tritoncp.graph.spec.CallConstants`
     """
 
@@ -54,8 +55,17 @@ class OpArguments(NamedTuple):
             return call
         world = "" if call.group is None else call.group.group_name
         sizes = None if call.expand is None else call.expand.sizes
-        spec = encode_spec(None, call.wants, world, call.options, call.returns, None, sizes)
-        return cls(list(call.captures), [], call.scale, handle_of(call.with_captures(())), spec)
+        named, captures, selected = call.with_captures(()), list(call.captures), call.selected
+        if selected is not None:  # a program of torch.jit runs again with other indices, also of other sizes
+            named = named._replace(selected=None, facts=None)
+            captures.append(selected.indices)
+        form = None if selected is None else tuple(selected[1:])
+        fields = None, call.wants, world, call.options, call.returns, None, sizes, None, (), form
+        return cls(captures, [], call.scale, handle_of(named), encode_spec(*fields))
+
+    @property
+    def selected(self) -> None:
+        """None: the indices of selected keys are a capture."""
 
     def with_captures(self, captures: Sequence[Tensor]) -> OpArguments:
         return self._replace(captures=list(captures))
@@ -66,19 +76,20 @@ class OpArguments(NamedTuple):
         plan has done so."""
         named, spec, score, expand = object_of(self.plan), decode_spec(self.spec), None, None
         score_tensors: Sequence[Tensor] = ()
-        scale, options = self.scale, spec.options
-        if isinstance(named, Call):
-            named.plan.check_sources()
-            return named.with_captures(self.captures)
-        selected = None
+        scale, options, captures, selected = self.scale, spec.options, self.captures, None
+        plan = named.plan if isinstance(named, Call) else named
         if spec.selected:
-            selected = Selection(self.captures[-1], *spec.selected)
-            check_indices(selected, named.mask.kv_len)
-            selected = selected.unique()
+            *captures, indices = captures
+            selected = Selection(indices, *spec.selected)
+            check_indices(selected, plan.mask.kv_len)
+        if isinstance(named, Call):
+            plan.check_sources()
+            return named.with_captures(captures)._replace(selected=selected)
+        selected = None if selected is None else selected.unique()
         if spec.has_inputs:
             from tritoncp.graph import inputs  # late: it imports Dynamo, which plans do not need
 
-            tensors, ints = iter(self.captures), iter(self.ints)
+            tensors, ints = iter(captures), iter(self.ints)
             if spec.graph_score:
                 rebuilt = inputs.rebuild(spec.graph_score, tensors, ints)
                 score, score_tensors = call_mods.translate_score(rebuilt, x.dtype, x.device)
@@ -91,7 +102,7 @@ class OpArguments(NamedTuple):
                 numbers = [(name, inputs.rebuild(part, tensors, ints)) for name, part in spec.graph_options]
                 options = tuple(sorted([*options, *numbers]))
                 check_options(dict(options))
-        return Call(named, score, scale, spec.group, options, spec.returns, expand, score_tensors, selected)
+        return Call(plan, score, scale, spec.group, options, spec.returns, expand, score_tensors, selected)
 
     def with_leaves(self) -> OpArguments:
         """Detach the captures and mark those in ``wants`` as requiring grad, since an op's inputs do not
