@@ -31,7 +31,7 @@ from tritoncp.call.mask_source import Sources
 from tritoncp.call.op_arguments import OpArguments
 from tritoncp.call.prepare import prepare, selected_keys
 from tritoncp.call.read import Arguments, ShardSizes, sort_arguments
-from tritoncp.call.selected.probabilities import probabilities
+from tritoncp.call.selected.probabilities import probabilities, probabilities_in_graph
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.suggestions import unexpected_keyword
 from tritoncp.graph import dispatch
@@ -285,18 +285,18 @@ class World:
         check_shards.check_order(plan)
         passed = list(map(shared_batch, passed))
         first = passed[0]
-        call = prepare(first, plan)
+        call = prepare(first._replace(selected=None), plan)
         calls = [call._replace(plan=call.plan.for_rank(rank)) for rank in range(self.world_size)]
         if selections is not None:
             calls = [
                 one._replace(selected=selected_keys(arguments, one.plan))
                 for one, arguments in zip(calls, passed)
             ]
-        shards = [one[:3] for one in passed]
         if dispatch.is_traced(first.query):  # only shapes are computed, and nothing is sent
-            parts = [_trace_call(call, *shard) for call, shard in zip(calls, shards, strict=True)]
+            with dispatch.fake_mode_of(first.query):
+                parts = [_trace_call(call, one) for call, one in zip(calls, passed, strict=True)]
         else:
-            flat = autograd.attend(calls, [x for shard in shards for x in shard])
+            flat = autograd.attend(calls, [x for one in passed for x in one[:3]])
             width = len(flat) // self.world_size
             parts = [flat[i : i + width] for i in range(0, len(flat), width)]
             if first.wants_probabilities:
@@ -350,13 +350,14 @@ class World:
             )
 
 
-def _trace_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Run the op of one rank's call on tensors without values."""
-    arguments = OpArguments.of(call)
-    (plan,), captures = dispatch.as_inputs([arguments.plan]), dispatch.as_inputs(arguments.captures)
-    results: Sequence[Tensor] = autograd.forward_op(
-        q, k, v, *arguments._replace(plan=plan, captures=captures)
-    )
+def _trace_call(call: Call, arguments: Arguments) -> list[Tensor]:
+    """Run the ops of one rank's call on tensors without values."""
+    written = OpArguments.of(call)
+    (plan,), captures = dispatch.as_inputs([written.plan]), dispatch.as_inputs(written.captures)
+    written = written._replace(plan=plan, captures=captures)
+    results: list[Tensor] = autograd.forward_op(*arguments[:3], *written)
+    if arguments.wants_probabilities:
+        results = [*results, probabilities_in_graph(arguments, results[1], written)]
     return results
 
 

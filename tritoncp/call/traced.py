@@ -1,6 +1,7 @@
 """Attention and masks inside torch.compile: a call is two ops in the graph, `plan` (below) and `forward`
-(call/autograd.py). A graph serves all masks of one structure: the structure of mods and masks is constant;
-tensors, numbers and the handles of plans and masks are inputs."""
+(call/autograd.py), and a third one if probabilities of selected keys are requested. A graph serves all masks
+of one structure: the structure of mods and masks is constant; tensors, numbers and the handles of plans and
+masks are inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from tritoncp.call import check_arguments, check_shards, plan_cache
 from tritoncp.call.autograd import forward_op
 from tritoncp.call.read import Arguments, ShardSizes
-from tritoncp.call.selected.probabilities import pass_inputs, probabilities_op, sizes_of
+from tritoncp.call.selected.probabilities import probabilities_in_graph
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import failures, groups
@@ -22,11 +23,12 @@ from tritoncp.graph.handle_ops import fake_handle
 from tritoncp.graph.inputs import flatten_callable, is_symbol, rebuild
 from tritoncp.graph.spec import encode_spec
 from tritoncp.kernels.options import check_options
-from tritoncp.selection.selection import check_form, check_shape, in_order
+from tritoncp.selection.selection import check_form, check_shape
 
 
 def attend_in_graph(call: Arguments) -> list[Tensor]:
-    """Trace one attention call into the graph, or run it on fake tensors; return out, lse, max_scores.
+    """Trace one attention call into the graph, or run it on fake tensors; return out and lse, and
+    max_scores and probabilities if they are requested.
 
     Raises Uncapturable for a mod or mask that cannot be part of a graph.
     """
@@ -61,9 +63,7 @@ def attend_in_graph(call: Arguments) -> list[Tensor]:
     arguments = dispatch.as_inputs(captures), numbers, scale, plan, spec
     results = forward_op(*call[:3], *arguments)
     if call.wants_probabilities:
-        tensors, without = pass_inputs(call, results[1]), [x.detach() for x in arguments[0]]
-        found = probabilities_op(*tensors, *sizes_of(call), without, *arguments[1:])
-        results = [*results, in_order(selected, found)]
+        results = [*results, probabilities_in_graph(call, results[1], arguments)]
     return results
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tritoncp.core.environment import CHECK
 from tritoncp.core.host_copy import refuse_dtensor
@@ -82,7 +83,8 @@ def in_order(selection: Selection, values: Tensor) -> Tensor:
     >>> in_order(chosen, torch.tensor([[[[0.0, 0.0, 0.5, 0.25]]]])).tolist()
     [[[[0.25, 0.5, 0.0, 0.0]]]]
     """
-    ordered, order = selection.indices.sort(stable=True, dim=-1)
+    indices = selection.indices.clamp(-1, MAX_INDEX)  # as in `unique`
+    ordered, order = indices.sort(stable=True, dim=-1)
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
     again = ordered.masked_fill(repeated, -1).sort(stable=True, dim=-1).indices
@@ -179,7 +181,9 @@ def check_indices(selection: Selection, kv_len: int) -> None:
     see no key for those past the end.
     """
     indices, block_size, _ = selection
-    if not indices.numel() or indices.is_meta or (indices.device.type != "cpu" and not CHECK.read()):
+    if not indices.numel() or indices.is_meta or is_fake(indices):
+        return
+    if indices.device.type != "cpu" and not CHECK.read():
         return
     count, what = -(-kv_len // block_size), "keys" if block_size == 1 else f"blocks of {block_size} keys"
     low, high = (int(x) for x in indices.aminmax())

@@ -45,6 +45,14 @@ def probabilities(
     return [in_order(one.selected, x) for one, x in zip(arguments, found, strict=True)]
 
 
+def probabilities_in_graph(arguments: Arguments, lse: Tensor, written: Sequence[Any]) -> Tensor:
+    """Trace the op of the probabilities of a call. lse: without sinks; written: :class:`OpArguments`"""
+    captures, *rest = written
+    tensors, without = pass_inputs(arguments, lse), [x.detach() for x in captures]
+    found = probabilities_op(*tensors, *sizes_of(arguments), without, *rest)
+    return in_order(arguments.selected, found)
+
+
 def pass_inputs(arguments: Arguments, lse: Tensor) -> list[Tensor]:
     """Return the inputs of the pass of one call, without gradients: query, key and lse with sinks."""
     lse = lse.detach()
