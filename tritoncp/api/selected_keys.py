@@ -72,7 +72,8 @@ def select_keys(
         weights: [B, Hi, S_local], or None.
         top: number of keys, or blocks, of a query. Where it sees fewer, the rest is -1.
         block_size: 1, or keys of a block, a multiple of 16.
-        block_mask: the mask or Plan of the attention; None sees all keys.
+        block_mask: the mask or Plan of the attention; None sees all keys. With ``weights`` it is the same
+            for all heads.
         mesh: as of :func:`tritoncp.flex_attention`.
         activation: "relu", "sigmoid", "silu" or "identity", of the products.
         pool: how a block gets its score: "mean", of the mean of its keys; "max", the largest of its visible
@@ -150,6 +151,11 @@ def choose_for_rank(
     the sequence"""
     with fresh_dispatch():  # also without autocast, so that ranks compute equal scores
         pairs = pairs_of(plan, query)
+        if weights is not None and pairs.reads_heads and query.shape[1] > 1:
+            raise ValueError(
+                f"select_keys: block_mask shows other keys to each of {query.shape[1]} heads, and weights "
+                "sum the heads to one choice: pass a mask without heads, or weights=None"
+            )
         return choose(query, whole, weights, choice, pairs, plan.positions_on(query.device))
 
 

@@ -34,8 +34,12 @@ def look_up(plan: Plan, mask_mod: Mod | None, device: torch.device) -> VisiblePa
     captures on the device"""
     kept, key = _LOOK_UPS.of(plan.derived), (plan.first_row, device, mask_mod)
     if (found := kept.get(key)) is None:
-        mod = call_mods.check_torch_form(mask_mod)
-        found = kept.put(key, VisiblePairs(plan.mask, mod, plan.first_row, device))
+        if mask_mod is not None and mask_mod.graph is None:
+            raise ValueError(
+                "mask_mod is a hand-written @triton.jit function, and selected keys are looked up by torch, "
+                "which cannot call it: write the mask_mod in Python"
+            )
+        found = kept.put(key, VisiblePairs(plan.mask, mask_mod, plan.first_row, device))
     return found
 
 
