@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
@@ -303,3 +304,59 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
     out, lse = flex_attention(q, k, v, mask(), enable_gqa=True, selected=nothing, return_lse=True)
     assert not bool(out.any()) and bool((lse == -math.inf).all())
     assert not any(bool(x.any()) for x in grads(out, (q, k, v)))
+
+
+def test_a_traced_program_reads_the_indices_of_each_run() -> None:
+    """torch.jit.trace keeps plans and options, and indices are inputs, also with another number of keys."""
+    q, k, v = (x.detach() for x in qkv())
+    plan = make_plan(mask())
+
+    def attend(q: Tensor, indices: Tensor) -> Tensor:
+        return flex_attention(q, k, v, plan, enable_gqa=True, selected=Selection(indices))
+
+    traced = torch.jit.trace(attend, (q, draw()), check_trace=False)
+    for count in (10, 7):
+        indices, leaf = draw(count, seed=count), q.clone().requires_grad_()
+        out, want = traced(leaf, indices), dense(leaf, k, v, indices).out
+        agree([out], [want])
+        agree(grads(out, [leaf]), grads(want, [leaf]))
+    with pytest.raises(RuntimeError, match="the sequence has 96 keys, 0 to 95"):
+        traced(q, draw() + S)
+
+
+def test_an_autograd_node_saves_the_indices_as_it_saves_tensors() -> None:
+    """So that a checkpoint frees them, and saved-tensor hooks may move them."""
+    q, k, v = qkv()
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> int:
+        packed.append(x)
+        return len(packed) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: packed[place].clone()):
+        out = flex_attention(q, k, v, mask(), enable_gqa=True, selected=Selection(draw()))
+    assert [tuple(x.shape) for x in packed if x.dtype == torch.int32] == [(2, 1, S, 10)]
+    agree(grads(out, (q, k, v)), grads(dense(q, k, v, draw()).out, (q, k, v)))
+
+
+def test_a_mask_by_heads_is_refused_where_weights_sum_the_heads() -> None:
+    x = torch.ones(1, 2, S, 4)
+    for heads in (None, 2):
+        by_head = create_block_mask(lambda b, h, q, kv: kv <= q - h, 1, heads, S, S, BLOCK_SIZE=16)
+        with pytest.raises(ValueError, match=r"2 heads, and weights sum .*a mask without heads"):
+            select_keys(x, x, torch.ones(1, 2, S), top=3, block_mask=by_head)
+        assert select_keys(x, x, top=3, block_mask=by_head).indices.shape == (1, 2, S, 3)
+
+
+def test_a_world_has_the_shapes_of_tensors_without_values() -> None:
+    world, aux = tritoncp.simulate(2), tritoncp.SelectionAuxRequest(probabilities=True)
+    plan = world.make_plan(mask())
+    shards = [world.shard(x, plan, dim=2) for x in (*qkv(), draw())]
+    fakes = FakeTensorMode()
+    for convert in (lambda x: x.to("meta"), fakes.from_tensor):
+        *xs, indices = ([convert(x) for x in one] for one in shards)
+        outs, found = world.flex_attention(
+            *xs, plan, enable_gqa=True, selected=list(map(Selection, indices)), return_aux=aux
+        )
+        assert [x.shape for x in outs] == [(2, 4, len(x[0, 0]), 12) for x in shards[0]]
+        assert [x.shape for x in found.probabilities] == [(2, 1, len(x[0, 0]), 10) for x in shards[0]]
