@@ -16,7 +16,7 @@ import tritoncp
 from tests.cases import Case
 from tests.command_process import run_code
 from tests.zoo import MASKS
-from tritoncp import causal, create_block_mask, simulate
+from tritoncp import Selection, causal, create_block_mask, simulate
 
 S, D, E, BATCH, HEADS = 96, 16, 8, 2, 4
 
@@ -78,6 +78,16 @@ def test_closed_forms_count_at_the_calls_lengths_and_every_pair_counts_where_a_m
     assert count(lambda: attend(*x, causal())) == expected(pairs)
     lists = torch_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, "cpu").to("meta")
     assert count(lambda: attend(*x, lists)) == expected(BATCH * HEADS * S * S)
+
+
+@pytest.mark.parametrize(("count_of_row", "block_size"), [(0, 1), (5, 1), (2, 16), (S, 1)])
+def test_of_a_query_as_many_visible_keys_count_as_it_may_select(count_of_row, block_size):
+    mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32)
+    blocks = S // block_size
+    indices = torch.arange(count_of_row).clamp(max=blocks - 1).expand(BATCH, 1, S, -1)
+    call = partial(attend, *qkv(), mask, selected=Selection(indices, block_size))
+    most = count_of_row * block_size
+    assert count(call) == expected(BATCH * HEADS * sum(min(i + 1, most) for i in range(S)))
 
 
 def test_flops_of_a_micro_batch_are_counted_for_its_rows():

@@ -1,5 +1,5 @@
 """FLOP formulas of the ops for torch's FlopCounterMode. They are exact, and count only products of visible
-pairs.
+pairs. Where keys are selected at run time, of each query as many visible keys count as it may select.
 
 For a full mask they give torch's counts.
 """
@@ -24,8 +24,8 @@ from tritoncp.planning.derived import PlanCache
 from tritoncp.planning.plan import Plan
 
 MAX_COUNTS = 1024  # max counts of one plan
-# Visible pairs of each plan, by rank, batch rows and heads.
-_PAIR_COUNTS: PlanCache[BoundedCache[tuple[int, int, int], int]] = PlanCache(lambda: BoundedCache(MAX_COUNTS))
+# Visible pairs of each plan, by rank, batch rows, heads, and keys that a query selects.
+_PAIR_COUNTS: PlanCache[BoundedCache[tuple[int, ...], int]] = PlanCache(lambda: BoundedCache(MAX_COUNTS))
 
 
 def count_flops(pairs: int, dim: int, v_dim: int, forward: bool) -> int:
@@ -38,12 +38,14 @@ def count_flops(pairs: int, dim: int, v_dim: int, forward: bool) -> int:
 
 
 @on_host
-def count_pairs(plan: Plan, batch: int, heads: int) -> int:
-    """Count the visible pairs of this rank's queries, over a call's batch rows and query heads."""
-    counts, key = _PAIR_COUNTS.of(plan.derived), (plan.rank, batch, heads)
+def count_pairs(plan: Plan, batch: int, heads: int, selected: int | None = None) -> int:
+    """Count the visible pairs of this rank's queries, over a call's batch rows and query heads. selected: max
+    keys of a query; None: all that it sees"""
+    counts, most = _PAIR_COUNTS.of(plan.derived), plan.mask.kv_len if selected is None else selected
+    key = plan.rank, batch, heads, most
     total: int | None = counts.get(key)
     if total is None:
-        keys = count_visible_keys(plan.mask, batch, heads, plan.first_row)
+        keys = count_visible_keys(plan.mask, batch, heads, plan.first_row).clamp(max=most)
         positions = plan.positions  # [Bp, S_local]
         per_row = keys.expand(max(len(keys), len(positions)), -1, -1)
         at = positions.clamp(min=0)[:, None].expand(len(per_row), per_row.shape[1], -1)
@@ -73,14 +75,18 @@ def register_formulas() -> None:
 def _flops(*args: Any, forward: bool, out_val: Any = None) -> int:
     """Return the FLOPs of this rank's op, without the function that expands latents. For a fake handle, which
     has no plan, all pairs of the shards count."""
-    q, k, v, *_, handle, spec = args if forward else args[2:]
+    q, k, v, *_, captures, _, _, handle, spec = args if forward else args[2:]
+    constants = decode_spec(spec)
+    sizes, selected = constants.sizes, None
+    if constants.selected:
+        selected = captures[-1].shape[3] * constants.selected[0]  # keys of a block
     # Calls on meta tensors with a mask on meta have such a handle.
     named: Tensor | None = handle.constant if isinstance(handle, FakeTensor) else handle
-    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    seen = k.shape[2] if selected is None else min(selected, k.shape[2])
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * seen
     with fresh_dispatch():  # a mask is evaluated by functorch
         if named is not None and named.item() >= 0:
             thing = object_of(named)
             plan: Plan = thing if isinstance(thing, Plan) else thing.plan  # of a call outside of graphs
-            pairs = count_pairs(plan, *q.shape[:2])
-    sizes = decode_spec(spec).sizes
+            pairs = count_pairs(plan, *q.shape[:2], selected)
     return count_flops(pairs, q.shape[3], v.shape[3] if sizes is None else sizes[2], forward)
