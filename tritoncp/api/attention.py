@@ -203,7 +203,8 @@ def flex_attention(
 
 @untraced
 def run_call(call: Arguments) -> list[Tensor]:
-    """Run one call, in the graph that Dynamo traces or on the host. Returns out, lse, max_scores."""
+    """Run one call, in the graph that Dynamo traces or on the host. Returns out and lse, and
+    max_scores and probabilities if they are requested."""
     if torch._C._is_any_autocast_enabled():
         query, key, value = dispatch.cast_for_autocast(*call[:3])
         call = call._replace(query=query, key=key, value=value)

@@ -7,8 +7,9 @@
 - `autograd` has the node and the two passes: a schedule of `distributed` runs an engine of `engine_factory`;
 - `sinks` are applied to the results.
 
-`traced` is the call in a graph, `op_arguments` its encoding, `expand` the engine for latents, `key_exchange`
-has the passes of chunked graphs.
+`traced` is the call in a graph, `op_arguments` its encoding, `expand` the engine for latents, `selected` what
+selected keys add, among it the pass of their probabilities, `key_exchange` has the passes of chunked graphs.
 
-May import: graph, measured_tiles, distributed, reference, cpu, planning, masks, mods, core, kernels.
+May import: graph, selection, measured_tiles, distributed, reference, cpu, report, planning, masks, mods,
+core, kernels.
 """

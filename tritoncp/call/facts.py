@@ -112,7 +112,7 @@ class Call(NamedTuple):
     scale:   multiplies q k^T before the score_mod
     group:   the process group of the ranks; None: all ranks are in this process
     options: kernel options, sorted by name
-    returns: the results besides out: "lse", "max_scores"; "sinks" if the call has some
+    returns: the results besides out: "lse", "max_scores", "probabilities"; "sinks" if the call has some
     score_tensors: the tensors that the score_mod captures
     selected: the keys that were chosen at run time, with unique indices; None: the mask alone decides
     facts:   facts of the call and its tensors, if kept (:func:`tritoncp.call.facts.with_facts`), else None
