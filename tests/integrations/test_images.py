@@ -187,6 +187,14 @@ def test_a_prepared_model_has_the_names_of_its_features() -> None:
     assert names_of_features(model) == names
 
 
+def test_a_prepared_model_generates_from_images() -> None:
+    model, images = build("Llava", "tritoncp")
+    prompt = {"input_ids": TOKENS[:1, 80:100], "pixel_values": images["pixel_values"][:1]}
+    expected = model.eval().generate(**prompt, max_new_tokens=3, do_sample=False)
+    hook_layers(model)
+    assert torch.equal(model.generate(**prompt, max_new_tokens=3, do_sample=False), expected)
+
+
 def test_images_of_a_config_are_refused_on_one_process_too() -> None:
     model, images = build("Llava", "tritoncp")
     with pytest.raises(ValueError, match="pixel_values, which the model embeds: pass the model"):

@@ -47,6 +47,9 @@ class OwnFeatures:
     kind: str
     current: Any
 
+    def __post_init__(self) -> None:
+        self.__signature__ = inspect.signature(self.method)  # by which generate() chooses arguments
+
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("context_parallel", None)
@@ -171,12 +174,9 @@ def _token_ids(model: nn.Module, kind: str) -> list[int]:
 
 def names_of_features(model: nn.Module | None) -> set[str]:
     """Return the names of arguments that describe features, which are passed on whole."""
-    names = set(FEATURES)
-    for module, name, _ in () if model is None else methods_of(model):
-        method = getattr(module, name)
-        method = method.method if isinstance(method, OwnFeatures) else method
-        names.update(inspect.signature(method).parameters)
-    return names - {"input_ids"}  # MusicFlamingo counts the tokens of audio
+    methods = [] if model is None else [getattr(module, name) for module, name, _ in methods_of(model)]
+    names = {one for method in methods for one in inspect.signature(method).parameters}
+    return {*FEATURES, *names} - {"input_ids"}  # in which MusicFlamingo counts the tokens of audio
 
 
 def place_features(
