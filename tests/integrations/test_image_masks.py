@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import masking_utils as mu
 
+import tritoncp
 from tritoncp.integrations.transformers import register, shard_batch
 from tritoncp.integrations.transformers.mask_functions import read_pattern
 from tritoncp.integrations.transformers.model_classes import own_mask_function
@@ -87,6 +88,16 @@ def test_images_of_packed_documents_see_no_other_document(name: str) -> None:
     parts = [transformers_masks(name, types) for types in IS_IMAGE.split(LENGTHS, 1)]
     expected = [torch.block_diag(*(part[kind].int() for part in parts)).bool() for kind in parts[0]]
     assert_same(planned_masks(name, batch), expected)
+
+
+def test_a_tree_with_images_that_see_both_ways_is_refused() -> None:
+    packed = tritoncp.pack_trajectories([torch.arange(1, 30), torch.arange(1, 20)])
+    row = {"input_ids": packed.tokens[None], "shift_labels": packed.tokens[None]}
+    config, types = config_of("Gemma3", "tritoncp"), torch.zeros_like(row["input_ids"])
+    shard_batch({**row, "token_type_ids": types}, config, BLOCK_SIZE=8, tree=packed)
+    types[0, 4:9] = 1
+    with pytest.raises(ValueError, match="tree: layers see images both ways"):
+        shard_batch({**row, "token_type_ids": types}, config, BLOCK_SIZE=8, tree=packed)
 
 
 def test_unions_and_intersections_that_are_no_pattern_of_images_are_not_read() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -20,9 +21,11 @@ from transformers import (
 from tests.integrations import transformers_models as models
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers import shard_batch
+from tritoncp.integrations.transformers.images.own_images import names_of_features
+from tritoncp.integrations.transformers.whole_sequences import CURRENT, hook_layers
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
-IMAGE, PIECES = 5, 4  # the id of an image's tokens, and their number
+IMAGE, VIDEO, PIECES = 5, 4, 4  # the ids of tokens of images and videos, and the number of an image
 TOKENS = models.text_batch()["input_ids"].clamp(min=6)
 TOKENS[0, 90 : 90 + PIECES] = TOKENS[1, 3 : 3 + PIECES] = IMAGE
 LABELS = TOKENS.masked_fill(TOKENS == IMAGE, -100)
@@ -49,7 +52,7 @@ def build(name: str, attention: str) -> tuple[Any, dict[str, Any]]:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     config = Qwen2_5_VLConfig(
         vision_config=vision, text_config=models.COMMON | {"rope_parameters": rope}, image_token_id=IMAGE,
-        video_token_id=4, vision_start_token_id=3, attn_implementation=attention,
+        video_token_id=VIDEO, vision_start_token_id=3, attn_implementation=attention,
     )  # fmt: skip
     grid = torch.tensor([[1, 4, 4]] * 2)
     images = {"pixel_values": torch.randn(32, 48, generator=generator), "image_grid_thw": grid}
@@ -99,6 +102,26 @@ def test_images_and_their_embeddings_train_on_ranks(name: str) -> None:
         models.assert_equal(result, expected)
 
 
+def test_videos_beside_images_train_on_ranks() -> None:
+    tokens, generator = TOKENS.clone(), torch.Generator().manual_seed(3)
+    tokens[0, 90 : 90 + 2 * PIECES] = tokens[1, 30 : 30 + PIECES] = VIDEO
+    batch = {
+        "input_ids": tokens,
+        "labels": tokens.masked_fill(tokens < 6, -100),
+        "pixel_values": torch.randn(16, 48, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "pixel_values_videos": torch.randn(48, 48, generator=generator),
+        "video_grid_thw": torch.tensor([[2, 4, 4], [1, 4, 4]]),
+        "mm_token_type_ids": (tokens == IMAGE) + 2 * (tokens == VIDEO).int(),
+    }
+
+    def work(group: Any) -> Any:
+        model, _ = build("Qwen2.5-VL", "tritoncp")
+        return models.sum_over_ranks(*train(model, shard_batch(batch, model, group, BLOCK_SIZE=16)))
+
+    models.assert_equal(ranks.run(2, work)[0], train(build("Qwen2.5-VL", "eager")[0], batch))
+
+
 def test_each_rank_embeds_its_images_and_those_of_one_rank_are_embedded_once() -> None:
     """A rank without images embeds one, so that all ranks run the tower."""
 
@@ -116,6 +139,66 @@ def test_each_rank_embeds_its_images_and_those_of_one_rank_are_embedded_once() -
 
     assert ranks.run(2, work) == [[1], [1]]
     assert ranks.run(3, work) == [[1], [1], [1]]
+
+
+@pytest.mark.parametrize("part_first", [True, False])
+def test_a_model_and_its_part_are_prepared_one_after_the_other(part_first: bool) -> None:
+    """Each image is embedded once, whichever of the two is called."""
+
+    def work(group: Any) -> list[float]:
+        model, images = build("Llava", "tritoncp")
+        batch, losses = with_images(images), []
+        for one in (model.model, model) if part_first else (model, model.model):
+            shard_batch(batch, one, group, BLOCK_SIZE=16)
+        for one in (model.model, model):
+            local = shard_batch(batch, one, group, BLOCK_SIZE=16)
+            out = one(**local) if one is model else model.lm_head(one(**local).last_hidden_state)
+            loss = out.loss if one is model else model.loss_function(logits=out, **of_loss(local))
+            dist.all_reduce(loss := loss.detach())
+            losses.append(loss.item())
+        return losses
+
+    def of_loss(local: dict[str, Any]) -> dict[str, Any]:
+        names = ("labels", "shift_labels", "num_items_in_batch")
+        return {name: local[name] for name in names} | {"vocab_size": models.VOCABULARY}
+
+    model, images = build("Llava", "eager")
+    expected = model(**with_images(images)).loss.item()
+    for losses in ranks.run(2, work):
+        assert losses == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_the_tower_runs_without_the_plan_of_the_text() -> None:
+    """Else its convolutions would take images for tokens of the batch."""
+    model, images = build("Llava", "tritoncp")
+    local = shard_batch(with_images(images), model, BLOCK_SIZE=16)
+    seen = []
+    for part in (model.model.vision_tower, model.model.language_model):
+        part.register_forward_pre_hook(lambda *_: seen.append(vars(model)[CURRENT].of({})))
+    model(**local)
+    assert seen == [None, local["context_parallel"]]
+
+
+def test_a_prepared_model_has_the_names_of_its_features() -> None:
+    model, _ = build("Llava", "tritoncp")
+    names = names_of_features(model)
+    hook_layers(model)
+    assert "image_sizes" in names and "input_ids" not in names
+    assert names_of_features(model) == names
+
+
+def test_a_prepared_model_generates_from_images() -> None:
+    model, images = build("Llava", "tritoncp")
+    prompt = {"input_ids": TOKENS[:1, 80:100], "pixel_values": images["pixel_values"][:1]}
+    expected = model.eval().generate(**prompt, max_new_tokens=3, do_sample=False)
+    hook_layers(model)
+    assert torch.equal(model.generate(**prompt, max_new_tokens=3, do_sample=False), expected)
+
+
+def test_images_of_a_config_are_refused_on_one_process_too() -> None:
+    model, images = build("Llava", "tritoncp")
+    with pytest.raises(ValueError, match="pixel_values, which the model embeds: pass the model"):
+        shard_batch(with_images(images), model.config)
 
 
 def test_images_that_a_rank_cannot_place_are_refused() -> None:

@@ -121,7 +121,8 @@ def attention_forward(
     mesh, bias = None, position_bias
     if isinstance(attention_mask, MaskWithKeys):
         attention_mask, indices = attention_mask
-    selected = _selection(module, indices if block_indices is None else block_indices)
+    chosen = indices if block_indices is None else block_indices
+    selected = _selection(module, chosen)
     if selected is not None and isinstance(attention_mask, Tensor):  # a step of generation
         hidden = _hide_others(selected, query, key.shape[2])
         bias, selected = hidden if bias is None else bias + hidden, None
@@ -133,7 +134,7 @@ def attention_forward(
     pairs = query.shape[2], key.shape[2]
     context_parallel = context_parallel or plan_of_call(module)
     if context_parallel is not None:
-        if bias is not None or isinstance(indices, Tensor):
+        if bias is not None or isinstance(chosen, Tensor):
             raise ValueError(
                 "position_bias or indices are computed from the tokens of a shard alone: run this model on "
                 "whole sequences, without shard_batch"

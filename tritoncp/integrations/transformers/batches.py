@@ -182,6 +182,8 @@ def _read_batch(
     check_names(batch, config, model)
     if group is not None and group.size() > 1:
         check_shardable(batch, config, model)
+    elif model is None:
+        feature_tokens(batch, model)  # a vision tower that is not prepared would get the plan
     shape, device = tokens.shape[:2], tokens.device
     if tree is not None:
         check_tree(batch, tree, config, model)

@@ -58,6 +58,11 @@ def create_tree_mask(packed: PackedTree, layer: ModelMask, block: int | tuple[in
             f"tree: layers of the kind {layer.kind} see no tree; causal layers with or without a window are "
             "needed: pass the trajectories as packed documents, without tree="
         )
+    if pattern.images is not None and bool((pattern.images >= 0).any()):
+        raise ValueError(
+            "tree: layers see images both ways, which the mask of a tree does not show: pass the "
+            "trajectories as packed documents, without tree="
+        )
     mod = tree_mask(packed.parent, packed.lengths, window=(pattern.window[0], UNBOUNDED))
     size = len(packed.tokens)
     return create_block_mask(mod, None, None, size, size, BLOCK_SIZE=block)

@@ -8,7 +8,8 @@ documents alone, and keeps its shard of the output.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from tritoncp.api.reshard import unshard
 from tritoncp.api.shards import shard
-from tritoncp.integrations.transformers.images.own_images import hook_features
+from tritoncp.integrations.transformers.images.own_images import OwnFeatures, hook_features
 from tritoncp.integrations.transformers.model_classes import (
     attention_without_arguments,
     has_cache,
@@ -72,6 +73,15 @@ class CurrentPlan:
     def leave(self, module: nn.Module, args: Any, out: Any) -> None:
         """End the call of a module, also if it raised."""
         if self.calls and self.calls[-1][0] is module:
+            self.calls.pop()
+
+    @contextmanager
+    def without_plan(self) -> Iterator[None]:
+        """Run code that gets no tokens of the batch, such as a vision tower, as if there were no plan."""
+        self.calls.append((None, None))
+        try:
+            yield
+        finally:
             self.calls.pop()
 
     def _is_kept_by(self, function: Any) -> bool:
@@ -156,16 +166,30 @@ def hook_layers(model: nn.Module) -> None:
     has no effect."""
     if CURRENT in vars(model):
         return
-    current = CurrentPlan()
+    current = _find_current(model)
     for module in (model, *(without_arguments := attention_without_arguments(model))):
         setattr(module, CURRENT, current)
-    needs_plan = hook_features(model, partial(current.of, {})) or bool(without_arguments)
+    needs_plan = hook_features(model, current) or bool(without_arguments)
     for module in model.modules():
         if is_recurrent(module):
-            module.forward = OnWholeSequences(current, module.forward, has_cache(module))
+            if not isinstance(module.forward, OnWholeSequences):
+                module.forward = OnWholeSequences(current, module.forward, has_cache(module))
         elif any(is_recurrent(part) for part in module.modules()) or (module is model and needs_plan):
             module.register_forward_pre_hook(partial(current.enter, is_top=module is model), with_kwargs=True)
             module.register_forward_hook(current.leave, always_call=True)
+
+
+def _find_current(model: nn.Module) -> CurrentPlan:
+    """Return the CurrentPlan for a model: that of a part of it, or of a model it is part of, if one of these
+    was prepared before."""
+    for module in model.modules():
+        for one in vars(module).values():
+            if isinstance(one, CurrentPlan):
+                return one
+            if isinstance(one, OwnFeatures | OnWholeSequences):
+                found: CurrentPlan = one.current
+                return found
+    return CurrentPlan()
 
 
 def plan_of_call(module: nn.Module) -> ContextParallelPlan | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,27 +38,26 @@ PLACED = ("pooler_output", "deepstack_features")  # results with a row for each 
 class OwnFeatures:
     """A method that embeds the images of a batch, for a rank that has a shard of its tokens.
 
-    method: the method of the model
-    kind:   "image", "video" or "audio"
-    plan:   returns the plan of the running call of the model, or None
+    method:  the method of the model
+    kind:    "image", "video" or "audio"
+    current: the CurrentPlan of the model
     """
 
     method: Callable[..., Any]
     kind: str
-    plan: Callable[[], Any]
-    runs: list[bool] = field(default_factory=list)  # one of the model's methods may call another one
+    current: Any
+
+    def __post_init__(self) -> None:
+        self.__signature__ = inspect.signature(self.method)  # by which generate() chooses arguments
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("context_parallel", None)
-        plan = self.plan()
-        if plan is None or not plan.several or self.kind not in plan.features or self.runs:
-            return self.method(*args, **kwargs)
-        self.runs.append(True)
-        try:
+        plan = self.current.of({})
+        with self.current.without_plan():  # for the tower, and for methods that call another one of these
+            if plan is None or not plan.several or self.kind not in plan.features:
+                return self.method(*args, **kwargs)
             return self._embed(plan, *args, **kwargs)
-        finally:
-            self.runs.pop()
 
     def _embed(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
         """Embed this rank's part, and return the result with the rows of this rank's tokens."""
@@ -125,12 +124,14 @@ def methods_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
                     yield module, f"get_{kind}_features", kind
 
 
-def hook_features(model: nn.Module, plan: Callable[[], Any]) -> bool:
-    """Let the methods of a model that embed features serve shards; return whether it has any."""
-    runs: list[bool] = []
+def hook_features(model: nn.Module, current: Any) -> bool:
+    """Let the methods of a model that embed features serve shards; return whether it has any. current: the
+    CurrentPlan of the model"""
     methods = list(methods_of(model))
     for module, name, kind in methods:
-        setattr(module, name, OwnFeatures(getattr(module, name), kind, plan, runs))
+        method = getattr(module, name)
+        if not isinstance(method, OwnFeatures):  # of a part of the model that was prepared before
+            setattr(module, name, OwnFeatures(method, kind, current))
     return bool(methods)
 
 
@@ -147,16 +148,16 @@ def feature_tokens(batch: Mapping[str, Any], model: nn.Module | None) -> dict[st
         tokens = [] if model is None else _token_ids(model, kind)
         if not tokens or ids is None:
             reason = (
-                "which the model embeds: pass the model to shard_batch, in place of its config"
+                "which the model embeds: pass the model to shard_batch, in place of its config; or"
                 if model is None
-                else f"and no input_ids [B, S] in which tokens stand for {kind}s"
+                else f"and no input_ids [B, S] in which tokens stand for {kind}s:"
                 if tokens
-                else f"but the model has no method get_{kind}_features, or no {kind}_token_id"
+                else f"but the model has no method get_{kind}_features, or no {kind}_token_id:"
             )
             raise ValueError(
-                f"the batch has {name}, {reason}; or pass inputs_embeds [B, S, E] of the whole batch with "
-                "these features, in place of input_ids and them; or run the model on whole sequences, "
-                "without shard_batch"
+                f"the batch has {name}, {reason} pass inputs_embeds [B, S, E] of the whole batch with these "
+                "features, in place of input_ids and them; or run the model on whole sequences, without "
+                "shard_batch"
             )
         found[kind] = next((token for token in tokens if bool((ids == token).any())), tokens[0])
     return found
@@ -174,7 +175,8 @@ def _token_ids(model: nn.Module, kind: str) -> list[int]:
 def names_of_features(model: nn.Module | None) -> set[str]:
     """Return the names of arguments that describe features, which are passed on whole."""
     methods = [] if model is None else [getattr(module, name) for module, name, _ in methods_of(model)]
-    return {*FEATURES, *(one for method in methods for one in inspect.signature(method).parameters)}
+    names = {one for method in methods for one in inspect.signature(method).parameters}
+    return {*FEATURES, *names} - {"input_ids"}  # in which MusicFlamingo counts the tokens of audio
 
 
 def place_features(
