@@ -245,9 +245,19 @@ def test_options_that_do_not_fit_the_gpu_say_what_is_needed(kind: str) -> None:
     launch = Launch(TooLarge(kind), (1, 1, 1), [], Config(256, 128, 8, 4), [])
     with pytest.raises(ValueError, match=r"262144 bytes of shared memory.*101376") as error:
         launch()
+    assert str(error.value).endswith("pass smaller ones in kernel_options")
     strongest = {field: both[1] for field, both in option_names(kind).items()}
     for field, value in {"BLOCK_M": 256, "BLOCK_N": 128, "num_warps": 8, "num_stages": 4}.items():
         assert f"{strongest[field]}={value}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [("dq", Config(16, 16, 8, 1)), *((f"selected_{name}", Config(32, 32, 8, 1)) for name in PASSES)],
+)
+def test_tiles_that_no_option_makes_smaller_ask_for_other_tensors(kind: str, config: Config) -> None:
+    with pytest.raises(ValueError, match=r"262144 bytes.*101376; pass tensors of 16 bits, or with fewer"):
+        Launch(TooLarge(kind), (1, 1, 1), [], config, [])()
 
 
 @pytest.mark.bits
