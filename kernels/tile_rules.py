@@ -275,6 +275,7 @@ _RULES: dict[str, _Tiles] = {
         "dq": {
             128: Config(128, 64, 4, 2, maxnreg=256),
             256: Config(64, 64, 4, 1, maxnreg=256),
+            384: Config(64, 32, 8, 1, maxnreg=256),  # 384 channels: 72 bytes without
             576: Config(64, 32, 8, 1),
         },
         "dq, heavy": {
@@ -287,6 +288,7 @@ _RULES: dict[str, _Tiles] = {
             128: Config(64, 64, 8, 1),
             192: Config(64, 64, 8, 1, maxnreg=256),
             256: Config(64, 64, 8, 1),
+            384: Config(32, 64, 8, 1, maxnreg=256),  # dK of 384 channels: 192 bytes without
             576: Config(32, 64, 8, 1),
         },
     },
