@@ -109,7 +109,8 @@ def test_long_documents_hide_no_pair_by_a_mask(lengths: list[int]) -> None:
 
 def test_the_work_to_find_triangles_is_proportional_to_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot is looked at once for each document that it holds rows of."""
-    looked_at, intersect = [], tiles_module._intersect
+    looked_at: list[Sequence[Range]] = []
+    intersect = tiles_module._intersect
 
     def counted(left: Sequence[Range], right: Sequence[Range]) -> list[Range]:
         looked_at.append(left)
