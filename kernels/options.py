@@ -256,8 +256,12 @@ def _choose(
 
 def does_not_fit(kind: str, config: Config, what: str, needed: int, available: int) -> str:
     """Return the error message for a config that needs more resources than the GPU has."""
-    settings = ", ".join(f"{both[1]}={getattr(config, name)}" for name, both in option_names(kind).items())
+    by_rule = kind.startswith("selected_")  # by rules alone: kernel options have no effect
+    is_smallest = (config.BLOCK_M, config.BLOCK_N, config.num_stages) == (16, 16, 1)
+    names = {name: name if by_rule else both[1] for name, both in option_names(kind).items()}
+    settings = ", ".join(f"{option}={getattr(config, name)}" for name, option in names.items())
+    remedy = "tensors of 16 bits, or with fewer channels" if by_rule or is_smallest else ""
     return (
         f"the {kind} kernel with {settings} needs {needed} bytes of {what} and this GPU has {available}; "
-        "pass smaller ones in kernel_options"
+        f"pass {remedy or 'smaller ones in kernel_options'}"
     )

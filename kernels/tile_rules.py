@@ -275,6 +275,7 @@ _RULES: dict[str, _Tiles] = {
         "dq": {
             128: Config(128, 64, 4, 2, maxnreg=256),
             256: Config(64, 64, 4, 1, maxnreg=256),
+            384: Config(64, 32, 8, 1, maxnreg=256),  # 384 channels: 72 bytes without
             576: Config(64, 32, 8, 1),
         },
         "dq, heavy": {
@@ -287,6 +288,7 @@ _RULES: dict[str, _Tiles] = {
             128: Config(64, 64, 8, 1),
             192: Config(64, 64, 8, 1, maxnreg=256),
             256: Config(64, 64, 8, 1),
+            384: Config(32, 64, 8, 1, maxnreg=256),  # dK of 384 channels: 192 bytes without
             576: Config(32, 64, 8, 1),
         },
     },
@@ -333,27 +335,34 @@ _WIDE: _Tiles = {
 }
 
 
-def selected_rows(head_dim: int, dtype: torch.dtype) -> int:
+def selected_rows(arch: str, head_dim: int, dtype: torch.dtype) -> int:
     """Return the max rows, of query heads and queries that share keys selected at run time, of a tile.
 
-    >>> selected_rows(128, torch.bfloat16), selected_rows(256, torch.bfloat16)
-    (128, 64)
+    head_dim: of q and k or of v, whichever is larger
+
+    >>> [selected_rows("sm_100", dim, torch.bfloat16) for dim in (128, 256, 512)]
+    [128, 64, 32]
     """
     if dtype.itemsize > 2:
         return 32 if head_dim <= 64 else 16
+    if head_dim > 256:
+        # 64 rows of 512 channels exceed tensor memory (sm_100) or spill; 32 exceed shared memory (sm_86).
+        return 16 if _is_small(arch) else 32
     return 128 if head_dim <= 128 else 64
 
 
 def selected(kind: str, arch: str, rows: int, head_dim: int, dtype: torch.dtype) -> Config:
     """Return the config of a pass ``kind`` over keys that are selected at run time.
 
-    kind: "forward", "dq" or "dkdv"; rows: of a tile, at most :func:`selected_rows`
+    kind: "forward", "dq" or "dkdv"; rows: of a tile, at most :func:`selected_rows`; head_dim: as there
     """
     tile = max(16, 1 << (rows - 1).bit_length())
     if arch == "interpreter":
         return Config(tile, 64 if head_dim <= 128 else 32)
     if dtype.itemsize > 2:
         return Config(tile, 16, 8, 1)
+    if head_dim > 256:
+        return Config(tile, 16 if kind == "dkdv" or _is_small(arch) else 32, 8, 1)
     # A warp for each 16 rows: softmax and probabilities of rows that warps share go through shared memory.
     # With 256 channels one warp would spill (forward 216 bytes, dQ 560; sm_90).
     least = 1 if head_dim <= 128 else 4
@@ -367,6 +376,11 @@ def selected(kind: str, arch: str, rows: int, head_dim: int, dtype: torch.dtype)
     spills = head_dim > 128 if kind == "forward" else head_dim <= 64 and tile == 16  # 8 bytes (sm_100)
     limit = 256 if spills and family(arch) == "sm_100" else None
     return Config(tile, keys, warps, 2, maxnreg=limit)
+
+
+def _is_small(arch: str) -> bool:
+    """Return whether shared memory of an architecture holds at most 99 KiB."""
+    return arch != "interpreter" and family(arch) in ("sm_86", "gfx942")
 
 
 def family(arch: str) -> str:

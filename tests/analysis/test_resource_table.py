@@ -50,6 +50,7 @@ def test_shipped_kernels_spill_nothing_fit_and_use_matrix_units() -> None:
 
 def test_tiles_of_64_rows_of_selected_keys_use_the_unit_of_the_gpu() -> None:
     tokens = [row for row in PASSES if row["variant"] == "tokens" and row["kernel"] != "dkdv"]
+    tokens = [row for row in tokens if row["head_dim"] <= 256]  # above, tiles have 32 rows
     assert {row["matrix"] for row in tokens} == {"HMMA", "HGMMA", "UTCHMMA"}
     assert all(row["matrix"] == UNITS[row["arch"]] for row in tokens)
 

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.draws import few
-from tritoncp.cpu.tiles import TRIANGLE_ROWS, KeyRanges, PackedTile, SlotRow, TileBatch, batches_of, tiles_of
+from tritoncp.cpu import tiles as tiles_module
+from tritoncp.cpu.tiles import (
+    TRIANGLE_ROWS,
+    KeyRanges,
+    PackedTile,
+    Range,
+    SlotRow,
+    TileBatch,
+    batches_of,
+    tiles_of,
+)
 
 KEYS = 2048
 
@@ -95,6 +105,21 @@ def test_long_documents_hide_no_pair_by_a_mask(lengths: list[int]) -> None:
     """Each document is one tile, so that no mask is made and no results are merged."""
     tiles = tiles_of(*document_slots(lengths)[:1], 0, True, lambda *_: True, document_slots(lengths)[1])
     assert [(tile.kind, tile.height) for tile in tiles] == [("causal", length) for length in lengths]
+
+
+def test_the_work_to_find_triangles_is_proportional_to_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is looked at once for each document that it holds rows of."""
+    looked_at: list[Sequence[Range]] = []
+    intersect = tiles_module._intersect
+
+    def counted(left: Sequence[Range], right: Sequence[Range]) -> list[Range]:
+        looked_at.append(left)
+        return intersect(left, right)
+
+    monkeypatch.setattr(tiles_module, "_intersect", counted)
+    slots, ranges = document_slots([133] * 40)
+    assert len(tiles_of(slots, 0, True, lambda *_: True, ranges)) == 40
+    assert len(looked_at) == len(slots) + 39  # each of the other documents begins inside a slot
 
 
 def test_triangles_that_row_intervals_do_not_decide_stay_masked() -> None:

@@ -162,6 +162,12 @@ def test_defaults_fit_odd_dims(arch: str) -> None:
 
 
 @pytest.mark.nightly
+def test_the_widest_sums_of_one_launch_fit_tensor_memory() -> None:
+    """ptxas, left to choose, keeps dQ and dK within 128 registers and spills 72 and 192 bytes."""
+    check("sm_100", compile_jobs([step_job(name, "sm_100", 384) for name in ("forward", "dq", "dv", "dk")]))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_mask_mods_and_sizes_of_one_may_spill_a_little(arch: str) -> None:
     """A mask_mod's code takes more registers; sizes of one are constants to Triton."""

@@ -12,13 +12,24 @@ from triton.runtime.errors import OutOfResources
 
 from tests.kernels.support.harness import check, cotangents, qkv, run, same, single
 from tritoncp import full_mask
+from tritoncp.analysis.resource_table import SHARED_BYTES
 from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import LEFT_OUT, TileRequest, check_options, choose, option_names
 from tritoncp.kernels.scores import Closure
-from tritoncp.kernels.tile_rules import MAX_HEAD_DIM, PASSES, Config, default, fit, gqa_pack_factor, pieces
+from tritoncp.kernels.tile_rules import (
+    MAX_HEAD_DIM,
+    PASSES,
+    Config,
+    default,
+    fit,
+    gqa_pack_factor,
+    pieces,
+    selected,
+    selected_rows,
+)
 from tritoncp.kernels.tiles import channel_range, channels
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
@@ -193,6 +204,19 @@ def test_wide_heads_are_cut_into_equal_pieces_and_a_smaller_one() -> None:
             assert max(map(len, widths)) - min(map(len, widths)) <= 1
 
 
+@pytest.mark.parametrize("kind", PASSES)
+def test_tiles_of_selected_keys_of_wide_heads_fit(kind: str) -> None:
+    """tcgen05 takes 64 rows, whose sums of 512 channels and scores exceed tensor memory. A tile of q, dout, k
+    and v each lies in shared memory."""
+    for arch, dim in product(("sm_80", "sm_86", "sm_90", "sm_100"), range(264, MAX_HEAD_DIM + 1, 8)):
+        rows = selected_rows(arch, dim, torch.bfloat16)
+        config = selected(kind, arch, rows, dim, torch.bfloat16)
+        assert config.BLOCK_M == rows < 64
+        first, second, count = pieces(dim)
+        elements = 2 * (config.BLOCK_M + config.BLOCK_N) * (count * first + second)
+        assert 2 * elements <= SHARED_BYTES[arch]
+
+
 def test_query_heads_share_tiles_where_that_takes_a_tenth_fewer() -> None:
     for rows, group, tile in product(range(1, 130), range(1, 20), (16, 64, 128)):
         pack = min(group, tile)
@@ -221,9 +245,19 @@ def test_options_that_do_not_fit_the_gpu_say_what_is_needed(kind: str) -> None:
     launch = Launch(TooLarge(kind), (1, 1, 1), [], Config(256, 128, 8, 4), [])
     with pytest.raises(ValueError, match=r"262144 bytes of shared memory.*101376") as error:
         launch()
+    assert str(error.value).endswith("pass smaller ones in kernel_options")
     strongest = {field: both[1] for field, both in option_names(kind).items()}
     for field, value in {"BLOCK_M": 256, "BLOCK_N": 128, "num_warps": 8, "num_stages": 4}.items():
         assert f"{strongest[field]}={value}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [("dq", Config(16, 16, 8, 1)), *((f"selected_{name}", Config(32, 32, 8, 1)) for name in PASSES)],
+)
+def test_tiles_that_no_option_makes_smaller_ask_for_other_tensors(kind: str, config: Config) -> None:
+    with pytest.raises(ValueError, match=r"262144 bytes.*101376; pass tensors of 16 bits, or with fewer"):
+        Launch(TooLarge(kind), (1, 1, 1), [], config, [])()
 
 
 @pytest.mark.bits

@@ -29,6 +29,7 @@ from tests.kernels.support.harness import (
 from tests.kernels.support.harness import backward as backward_step
 from tritoncp.kernels import engine as engine_module
 from tritoncp.kernels.tile_rules import MAX_HEAD_DIM, MAX_V_HEAD_DIM
+from tritoncp.reference.dense import dense_attention
 
 DIMS = [(320, 320), (384, 384), (448, 448), (512, 512), (576, 512), (264, 328), (64, 512), (576, 16)]
 SCHEDULES = ["allgather", "fetch", "ring", "ulysses", "ulysses+ring"]
@@ -63,6 +64,26 @@ def test_wide_heads_on_four_ranks(schedule: str, engine: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_wide_heads_of_16_bits(dtype: torch.dtype, engine: str) -> None:
     check_case(Case(("window", 9), dims=(576, 512), dtype=dtype, length=33, kv_length=33, group=2))
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_keys_selected_for_wide_heads(block_size: int, engine: str) -> None:
+    """18 heads share their keys, in two tiles of 9."""
+    length, heads, g = 20, 18, torch.Generator().manual_seed(1)
+    shapes = (1, heads, length, 576), (1, 1, length, 576), (1, 1, length, 512)
+    leaves = [torch.randn(shape, generator=g, dtype=F32).requires_grad_() for shape in shapes]
+    blocks = -(-length // block_size)
+    chosen = tritoncp.Selection(
+        torch.randint(-1, blocks, (1, 1, length, 2), generator=g).int(), block_size=block_size
+    )
+    mask = MASKS["causal"](length, 16)
+    got = tritoncp.flex_attention(*leaves, mask, enable_gqa=True, selected=chosen)
+    visible = mask.to_dense(1, 1) & chosen.to_dense(length, length)
+    want = dense_attention(*[x.double() for x in leaves], visible).out
+    dout = torch.randn(got.shape, generator=g)
+    grads = zip(torch.autograd.grad(got, leaves, dout), torch.autograd.grad(want, leaves, dout.double()))
+    for x, exact in [(got, want), *grads]:
+        torch.testing.assert_close(x.double(), exact.double(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.bits

@@ -42,7 +42,7 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     that are split in two, float16 and float32 with the kind of mask that needs the max number of registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (132, 442)
+    (135, 451)
     """
     jobs = []
     for arch in archs:
@@ -70,6 +70,7 @@ def _selected(arch: str) -> list[Job]:
     """List the kernels of keys that are selected at run time; dK/dV of blocks of 128 channels on sm_100 has
     not been compiled."""
     rows = [(dim, variant) for dim in (64, 128, 256) for variant in ("tokens", "blocks")]
+    rows += [(dim, "tokens") for dim in WIDE]
     jobs = [step_job(name, arch, dim, variant=mask) for dim, mask in rows for name in PASSES]
     return [job for job in jobs if job.name != "dkdv sm_100 128 bfloat16 blocks"]
 

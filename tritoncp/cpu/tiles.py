@@ -10,9 +10,10 @@ hidden.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from torch import Tensor
@@ -180,9 +181,14 @@ def _tile(kind: str, batch: int, rows: Range, keys: Range) -> PackedTile:
 def _take_triangles(
     slots: Sequence[SlotRow], batch: int, covers: Covers, ranges: KeyRanges, tiles: list[PackedTile]
 ) -> list[SlotRow]:
-    """Append triangles, and the keys before them, to ``tiles``; return the other rows of the slots."""
+    """Append triangles, and the keys before them, to ``tiles``; return the other rows of the slots. Rows of
+    slots and of triangles ascend, so that each slot is looked at once."""
+    waiting, rest = deque(slots), list[SlotRow]()
     for rows, keys in _triangles(ranges):
-        parts = [slot._replace(rows=both) for slot in slots for both in _intersect([slot.rows], [rows])]
+        while waiting and waiting[0].rows[1] <= rows[0]:
+            rest.append(waiting.popleft())
+        met = [*takewhile(lambda slot: slot.rows[0] < rows[1], waiting)]  # noqa: B023 - read at once
+        parts = [slot._replace(rows=both) for slot in met for both in _intersect([slot.rows], [rows])]
         is_listed = sum(last - first for (first, last), *_ in parts) == rows[1] - rows[0]
         if not is_listed or not covers(parts, keys):
             continue
@@ -190,8 +196,12 @@ def _take_triangles(
         tiles.append(_tile("causal", batch, rows, (corner, keys[1])))
         if keys[0] < corner:
             tiles.append(_tile("full", batch, rows, (keys[0], corner)))
-        slots = [slot._replace(rows=rest) for slot in slots for rest in _subtract([slot.rows], rows)]
-    return list(slots)
+        others = [slot._replace(rows=part) for slot in met for part in _subtract([slot.rows], rows)]
+        rest += [slot for slot in others if slot.rows[1] <= rows[0]]
+        for _ in met:
+            waiting.popleft()
+        waiting.extendleft(slot for slot in others if slot.rows[0] >= rows[1])
+    return [*rest, *waiting]
 
 
 def _triangles(ranges: KeyRanges) -> Iterator[tuple[Range, Range]]:

@@ -125,7 +125,7 @@ class SelectedTritonEngine:
         tensors = {name: getattr(step, name) for name in ("q", "k", "v", "out", "lse", "max_scores")}
         state = State(*(step.state or (None, None, None)))
         lists = self._lists(step.q, step.k, step.tables)
-        tiling = self._tiling("forward", lists, step.q, step.k)
+        tiling = self._tiling("forward", lists, step)
         flags = {"LOAD_STATE": step.load_state, "STORE_STATE": step.store_state}
         return self._launch(selected_forward_kernel, tensors | {"state": state}, lists, flags, *tiling)
 
@@ -134,7 +134,7 @@ class SelectedTritonEngine:
         lists = self._lists(step.q, step.k, step.tables)
         flags, tiling = (
             {"ADD": add, "score_grad": self.base.mods.score_grad},
-            self._tiling("dq", lists, step.q, step.k),
+            self._tiling("dq", lists, step),
         )
         return self._launch(selected_dq_kernel, _inputs(step) | {"dq": dq}, lists, flags, *tiling)
 
@@ -144,21 +144,21 @@ class SelectedTritonEngine:
         """Prepare dK and dV of one step."""
         lists = self._lists(step.q, step.k, step.tables)
         tensors, q, k = _inputs(step) | {"dk": dk, "dv": dv}, step.q, step.k
-        (tiling, config), mods = self._tiling("dkdv", lists, q, k), self.base.mods
+        (tiling, config), mods = self._tiling("dkdv", lists, step), self.base.mods
         entries = config.BLOCK_M // (tiling.heads * tiling.piece)
         args = {"lists": lists.rows(), "ENTRIES": entries, "score_grad": mods.score_back, "ADD": add}
         keys = k.shape[2] if lists.block == 1 else lists.kv_len
         grid = -(-keys // config.BLOCK_N), k.shape[1], q.shape[0]
         return self._launch(selected_dkdv_kernel, tensors, lists, args, tiling, config, grid)
 
-    def _tiling(self, kind: str, lists: StepLists, q: Tensor, k: Tensor) -> tuple[QueryTiling, Config]:
+    def _tiling(
+        self, kind: str, lists: StepLists, step: ForwardStep | BackwardStep
+    ) -> tuple[QueryTiling, Config]:
         """Choose the query heads and queries of a tile, and its keys. The shape of a tile is that of a tensor
         with all heads of the layer: the bits of a row do not depend on the exchange of heads."""
-        arch, rows, most = (
-            self.base.arch or architecture(q.device),
-            self.selected,
-            selected_rows(q.shape[3], q.dtype),
-        )
+        q, k, rows = step.q, step.k, self.selected
+        arch, dim = self.base.arch or architecture(q.device), max(q.shape[3], step.v.shape[3])
+        most = selected_rows(arch, dim, q.dtype)
         queries = rows.query_block
         parts = -(-queries // most)
         piece = -(-queries // parts)
@@ -167,7 +167,7 @@ class SelectedTritonEngine:
         own = min(_share_of(lists.keys, q), q.shape[1] // k.shape[1])
         heads = max(n for n in range(1, whole + 1) if own % n == 0)
         filled = whole * piece if kind != "dkdv" else max(whole * piece, min(FULL_ROWS, most))
-        config = selected(kind, arch, filled, q.shape[3], q.dtype)
+        config = selected(kind, arch, filled, dim, q.dtype)
         fixed = KEYS_OF_TILE.value if kind == "dkdv" and lists.block == 1 else lists.tile(config.BLOCK_N)
         return QueryTiling(heads, queries, piece, parts), replace(config, BLOCK_N=fixed)
 

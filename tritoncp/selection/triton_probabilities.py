@@ -66,7 +66,7 @@ class TritonProbabilities(SelectedTritonEngine):
         q, k = step.q, step.k
         share, group = q.shape[1] // keys.shape[1], q.shape[1] // k.shape[1]
         dim, arch = q.shape[3], self.base.arch or architecture(q.device)
-        heads = heads_of_tile(min(share, group), 1, selected_rows(dim, q.dtype))
+        heads = heads_of_tile(min(share, group), 1, selected_rows(arch, dim, q.dtype))
         config = selected("forward", arch, heads, dim, q.dtype)
         values = {
             **{name: view(x) for name, x in (("q", q), ("k", k), ("lse", self.lse))},
