@@ -1,7 +1,7 @@
 """Loggers of the package, one for each area, and log lines about decisions.
 
     tritoncp.plan      plans: order of the tokens, schedule, reason, balance of work
-    tritoncp.engine    executables: engine, route of the forward pass
+    tritoncp.engine    engines: which one, and the route of the forward pass
     tritoncp.cache     look-ups in caches: hit or miss
     tritoncp.tiles     tile shapes: their files, and the tiles of each kernel
     tritoncp.ranks     calls that failed and closed their group

@@ -88,5 +88,5 @@ def _flops(*args: Any, forward: bool, out_val: Any = None) -> int:
         if named is not None and named.item() >= 0:
             thing = object_of(named)
             plan: Plan = thing if isinstance(thing, Plan) else thing.plan  # of a call outside of graphs
-            pairs = count_pairs(plan, *q.shape[:2], selected=selected)
+            pairs = count_pairs(plan, q.shape[0], q.shape[1], selected)
     return count_flops(pairs, q.shape[3], v.shape[3] if sizes is None else sizes[2], forward)
