@@ -31,7 +31,7 @@ def test_counted_pairs_are_in_listed_blocks(name: str, balancer: str | None, wor
     )
     plan = make_plan(mask, world_size=world_size, rank=0, balancer=balancer)
     for rank in range(world_size):
-        (got,) = cost._pairs(plan, [rank])
+        (got,) = cost._pairs(plan, [rank], Shape())
         for owner in range(world_size):
             want = []
             for b in range(max(len(pairs), len(plan.positions))):
