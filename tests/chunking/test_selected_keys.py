@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.chunking.models import compiled
 from tritoncp import Selection, causal, create_block_mask, flex_attention, select_keys
 from tritoncp.chunking import Eager, chunk, mark
+from tritoncp.chunking.report import ChunkingError
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")
 B, S, WIDTH, HEADS = 4, 48, 16, 2
@@ -112,3 +113,6 @@ def test_a_region_that_chooses_keys_is_refused() -> None:
     call = compiled(model, lambda gm: chunk(gm, dim="seq", chunks=2))
     with pytest.raises(Exception, match=r"select_keys.*move it out of the region"):
         step(model, call, torch.arange(S), 1)
+    model.layers[0] = Eager(model.layers[0], 2, "seq")
+    with pytest.raises(ChunkingError, match=r"select_keys inside the module .* before the module"):
+        step(model, model, torch.arange(S), 1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from tritoncp.api.group_call import group_call, stop_traced_call
 from tritoncp.api.plans import MaskLike
@@ -103,14 +104,18 @@ def select_keys(
             reason = error.args[0]
             stop_traced_call(world, "a graph break")
         torch._dynamo.graph_break(msg=reason)
-    return Selection(_choose_on_host(*arguments), block_size)
+    return Selection(choose_on_host(*arguments), block_size)
 
 
 @host_only
-def _choose_on_host(
+def choose_on_host(
     query: Tensor, key: Tensor, weights: Tensor | None, block_mask: Any, choice: KeyChoice, world: str
 ) -> Tensor:
-    """Choose outside of a graph that Dynamo traces."""
+    """Choose outside of a graph that Dynamo traces. To a mode of torch functions it is one function."""
+    if torch._C._is_torch_function_mode_enabled():
+        arguments = query, key, weights, block_mask, choice, world
+        chosen: Tensor = handle_torch_function(choose_on_host, (), *arguments)
+        return chosen
     if dispatch.is_traced(query):
         with dispatch.fake_mode_of(query):
             return _choose_in_graph(query, key, weights, block_mask, choice, world)
@@ -119,7 +124,7 @@ def _choose_on_host(
     mask = plan_cache.current_mask(block_mask)
     plan = plan_cache.plan_for(mask, sizes, group, ("select_keys", sizes, world))
     if dispatch.needs_dispatcher([query, key]):
-        chosen: Tensor = call_op(select_keys_op, query, key, weights, handle_of(plan), *choice, world)
+        chosen = call_op(select_keys_op, query, key, weights, handle_of(plan), *choice, world)
         return chosen
     return _gather_and_choose(query, key, weights, plan, choice, world)
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncp.api.attention import run_call
+from tritoncp.api.selected_keys import choose_on_host
 from tritoncp.call import plan_cache
 from tritoncp.call.read import Arguments, ShardSizes
 from tritoncp.chunking.attention_nodes import prefixes
@@ -147,6 +148,11 @@ class ChunkMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is run_call:
             return self._attend(*args)
+        if func is choose_on_host:
+            raise ChunkingError(
+                "select_keys inside the module of Eager gets a chunk, and reads the mask and the keys of the "
+                "whole call: call it before the module, and pass the indices as an argument"
+            )
         results = func(*args, **(kwargs or {}))
         inputs, outputs = (
             [x for x in tree_leaves(values) if isinstance(x, Tensor)] for values in ((args, kwargs), results)
