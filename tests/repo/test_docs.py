@@ -285,10 +285,14 @@ def test_commands_of_a_page_exist(page: str) -> None:
 
 @pytest.fixture(scope="module")
 def entries() -> dict[str, Any]:
-    """Run the blocks of the pages with pictures."""
-    return {
-        entry.picture: entry for page in set(PICTURES.values()) for entry in gallery.run_blocks(DOCS / page)
-    }
+    """Run the blocks of the pages with pictures, on the CPU engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        return {
+            entry.picture: entry
+            for page in set(PICTURES.values())
+            for entry in gallery.run_blocks(DOCS / page)
+        }
 
 
 @pytest.mark.parametrize("picture", PICTURES)

@@ -265,7 +265,11 @@ def test_json_has_the_figures_of_the_plan() -> None:
     plan = tritoncp.make_plan(mask, world_size=5, rank=0, balancer="contiguous")
     layer = {"batch": 1, "heads": 16, "kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "itemsize": 4}
     assert report["work"] == plan.work and report["schedule"] == plan.schedule
-    assert report["metrics"] == plan.metrics(**layer) and report["layer"] == {**layer, "latent": 0}
+    assert report["metrics"] == plan.metrics(**layer) and report["layer"] == {
+        **layer,
+        "latent": 0,
+        "selected": 0,
+    }
     schedule = report["schedules"][plan.schedule]
     assert schedule["sent_bytes"] == [plan.for_rank(rank).bytes_sent(**layer) for rank in range(5)]
     assert [schedule[name] for name in ("forward_ms", "backward_ms")] == [

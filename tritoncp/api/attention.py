@@ -81,7 +81,9 @@ def flex_attention(
     return_aux: AuxRequest | SelectionAuxRequest | None = ..., mesh: Mesh = ...,
     positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
     expand: Sequence[Any] | None = ..., selected: Selection | None = ...,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | SelectionAuxOutput]: ...  # fmt: skip
+) -> (
+    Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput] | tuple[Tensor, SelectionAuxOutput]
+): ...  # fmt: skip
 @graph_entry
 @group_call
 def flex_attention(
@@ -102,7 +104,7 @@ def flex_attention(
     batch_offset: int | None = None,
     expand: Sequence[Any] | None = None,
     selected: Selection | None = None,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | SelectionAuxOutput]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput] | tuple[Tensor, SelectionAuxOutput]:
     """Flex attention over a sequence that is sharded over ``mesh``; on one device without a mesh.
 
     >>> import torch
@@ -190,7 +192,7 @@ def flex_attention(
         query, key, value, *sort_arguments(score_mod, block_mask, mesh), scale, enable_gqa, return_lse,
         kernel_options, return_aux, positions, sinks, batch_offset, expand, selected,
     )  # fmt: skip
-    results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | SelectionAuxOutput]
+    results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput] | tuple[Tensor, SelectionAuxOutput]
     if is_dtensor(query) or is_dtensor(key) or is_dtensor(value) or is_dtensor(sinks):
         from tritoncp.api import dtensors  # late: torch.distributed.tensor takes a second to import
 
