@@ -44,7 +44,7 @@ def instructions(kernel: str, chosen: Chosen, length: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "chosen", [pytest.param(name, marks=[pytest.mark.long] * (name != "tokens")) for name in CHOSEN]
+    "chosen", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "tokens")) for name in CHOSEN]
 )
 @pytest.mark.parametrize("kernel", ["forward", "dq"])
 def test_a_query_takes_equal_work_in_any_sequence(kernel: str, chosen: str) -> None:
@@ -52,7 +52,7 @@ def test_a_query_takes_equal_work_in_any_sequence(kernel: str, chosen: str) -> N
     assert counts[0] == counts[1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 @pytest.mark.parametrize("chosen", ["tokens", "blocks"])
 def test_work_is_proportional_to_selected_keys(chosen: str, kernel: str) -> None:
@@ -62,7 +62,7 @@ def test_work_is_proportional_to_selected_keys(chosen: str, kernel: str) -> None
     assert max(counts) <= 1.1 * min(counts)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_work_doubles_with_the_selected_keys() -> None:
     """Up to what a query costs alone: twice the keys, less than twice the work, and as much for each of the
     next keys."""
@@ -99,7 +99,7 @@ def drawn(block_size: int, query_block: int = 1) -> Selection:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "query_block"), [(1, 1), (16, 1), pytest.param(32, 24, marks=pytest.mark.long)]
+    ("block_size", "query_block"), [(1, 1), (16, 1), pytest.param(32, 24, marks=pytest.mark.nightly)]
 )
 def test_indices_of_no_key_are_read_as_no_address(block_size: int, query_block: int) -> None:
     """Indices past the end that nothing checked, and below -1, give the bits of -1. The executor faults at
@@ -115,7 +115,7 @@ def test_indices_of_no_key_are_read_as_no_address(block_size: int, query_block: 
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("block_size", [1, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("block_size", [1, pytest.param(16, marks=pytest.mark.nightly)])
 def test_bits_do_not_depend_on_the_order_of_execution(block_size: int) -> None:
     """The seed orders programs and warps, and the executor reports races."""
     results = []

@@ -23,7 +23,7 @@ CALLS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CALLS)
 def test_wide_heads(name: str) -> None:
     check(CALLS[name])
