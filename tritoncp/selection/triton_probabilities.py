@@ -49,13 +49,9 @@ class TritonProbabilities(SelectedTritonEngine):
         batch, heads, length, _ = step.q.shape
         own = range(self.base.first_head, self.base.first_head + heads)
         indices, height = self.selected.indices, self.selected.query_block
-        count, width = (
-            len(list_heads(self.selected, self.pairs, own)),
-            indices.shape[3] * self.selected.block_size,
-        )
-        keys = torch.empty(
-            batch, count, indices.shape[2] * height, width, dtype=torch.int32, device=step.q.device
-        )
+        count = len(list_heads(self.selected, self.pairs, own))
+        rows, width = indices.shape[2] * height, indices.shape[3] * self.selected.block_size
+        keys = torch.empty(batch, count, rows, width, dtype=torch.int32, device=step.q.device)
         blocks = keys.unflatten(2, (-1, height))
         for (b, share, at), chosen, visible in visible_keys(self.selected, self.pairs, places, batch, own):
             blocks[b, share, at] = torch.where(visible, chosen.keys[:, None], -1).int()
@@ -81,7 +77,7 @@ class TritonProbabilities(SelectedTritonEngine):
             "TILING": QueryTiling(heads, 1, 1, 1),
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
-            "QK": channels(q.shape[3], 128),
+            "QK": channels(dim, 128),
             "PRECISION": self.base.options.get("PRECISION", "ieee"),
         }
         kernel = selected_probabilities_kernel
