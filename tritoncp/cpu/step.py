@@ -138,14 +138,13 @@ class Step:
         rows, keys = self.q.positions[top:bottom], self.kv.positions[first:last]
         if not bool((keys[1:] > keys[:-1]).all()):
             return None
-        begin = end = None
         if self.window is not None:
             left, right = self.window
             begin = torch.zeros_like(rows) if left is None else rows - left
             end = torch.full_like(rows, torch.iinfo(rows.dtype).max) if right is None else rows + right + 1
         elif group.lo is not None and group.hi is not None:
             begin, end = group.lo[top:bottom].contiguous(), group.hi[top:bottom].contiguous()
-        if begin is None or end is None:
+        else:
             return None
         return KeyRanges(top, *(first + torch.searchsorted(keys, bound) for bound in (begin, end)))
 
