@@ -69,25 +69,21 @@ newest := .venv-newest
 test-newest: ## the suite with the versions of constraints-newest.txt
 	$(MAKE) --no-print-directory VENV=$(newest) CONSTRAINTS=constraints-newest.txt test
 
-# What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, once with two threads.
-bits := tests/kernels tests/call tests/cpu $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
-	distributed/test_schedules distributed/test_ulysses graph/test_dynamo masks/test_varlen \
-	test_extremes))
-machines := 'OPENBLAS_CORETYPE=Prescott MKL_CBWR=COMPATIBLE' \
-	'OMP_NUM_THREADS=2 OPENBLAS_CORETYPE=Zen MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2'
-anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong
+# What compares results of matrix products runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs,
+# with two threads. Without caches: graphs that were kept from a run with wider vectors are wrong there.
+products := $(addprefix tests/,kernels call cpu selection/test_invariant.py api/test_attention.py api/test_parallel.py \
+	distributed/test_schedules.py distributed/test_ulysses.py graph/test_dynamo.py masks/test_varlen.py test_extremes.py)
+no_products := $(addprefix --deselect=tests/,call/test_checks.py kernels/test_toolchain.py kernels/test_compiled.py)
+another_cpu := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive OPENBLAS_CORETYPE=Prescott MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 \
+	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1
 
 find-compiler:
 	@command -v $(CXX) > /dev/null || { echo "make test-all needs a C++ compiler: apt-get install g++, or CXX=path"; exit 2; }
 
 test-all: draws := --hypothesis-profile=wide
-test-all: find-compiler test ## the suite, the tests marked long, and those that compare bits as on other CPUs
+test-all: find-compiler test ## the suite, the tests marked long, and products of matrices as on another CPU
 	$(pytest) $(draws) -m "long and not integrations and not browser" $(ARGS)
-	@failed=; for machine in $(machines); do \
-		echo "+ $$machine pytest $(bits)"; \
-		env $(anew) $$machine $(py) -m pytest -q $(bits) || failed="$$failed $$machine"; \
-	done; \
-	if [ -n "$$failed" ]; then echo "make test-all: failed as$$failed"; exit 1; fi
+	PYTHONDONTWRITEBYTECODE= $(another_cpu) $(py) -m pytest $(products) $(no_products)
 
 # Uses the python3 that has torch, if there is one, with this checkout on the path; it also needs pytest, click and
 # rich. perf/gpu.sh has the parts and their time limits, together under nine minutes.
