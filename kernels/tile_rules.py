@@ -354,19 +354,20 @@ def selected_rows(arch: str, head_dim: int, dtype: torch.dtype) -> int:
 def selected(kind: str, arch: str, rows: int, head_dim: int, dtype: torch.dtype) -> Config:
     """Return the config of a pass ``kind`` over keys that are selected at run time.
 
-    kind: "forward", "dq" or "dkdv"; rows: of a tile, at most :func:`selected_rows`; head_dim: as there
+    kind: "forward", "dq", "dkdv" of blocks of keys, or "partial", of dK and dV of single keys; rows: of a
+        tile, at most :func:`selected_rows`; head_dim: as there
     """
-    tile = max(16, 1 << (rows - 1).bit_length())
+    tile, by_keys = max(16, 1 << (rows - 1).bit_length()), kind in ("dkdv", "partial")
     if arch == "interpreter":
         return Config(tile, 64 if head_dim <= 128 else 32)
     if dtype.itemsize > 2:
         return Config(tile, 16, 8, 1)
     if head_dim > 256:
-        return Config(tile, 16 if kind == "dkdv" or _is_small(arch) else 32, 8, 1)
+        return Config(tile, 16 if by_keys or _is_small(arch) else 32, 8, 1)
     # A warp for each 16 rows: softmax and probabilities of rows that warps share go through shared memory.
     # With 256 channels one warp would spill (forward 216 bytes, dQ 560; sm_90).
     least = 1 if head_dim <= 128 else 4
-    if kind == "dkdv":
+    if by_keys:
         keys = {"sm_100": 64, "sm_90": 16}.get(
             family(arch), 32
         )  # sm_80: 64 spill 216 bytes; sm_90: 32 spill 24

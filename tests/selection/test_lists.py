@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tritoncp.kernels.selected import KEYS_OF_TILE, SelectedLists
+from tritoncp.kernels.selected.attention import KEYS_OF_TILE, SelectedLists
 from tritoncp.selection.lists import row_lists
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.program_order import check_grid
 from tritoncp.kernels.scores import Origin
-from tritoncp.kernels.selected import QueryTiling
-from tritoncp.kernels.selected_probabilities import SelectedEntries, selected_probabilities_kernel
+from tritoncp.kernels.selected.attention import QueryTiling
+from tritoncp.kernels.selected.probabilities import SelectedEntries, selected_probabilities_kernel
 from tritoncp.kernels.tile_rules import architecture, selected, selected_rows
 from tritoncp.kernels.tiles import channels, view
 from tritoncp.planning.step_tables import ForwardStep, PreparedStep
