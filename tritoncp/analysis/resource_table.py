@@ -72,6 +72,7 @@ def _selected(arch: str) -> list[Job]:
     rows = [(dim, variant) for dim in (64, 128, 256) for variant in ("tokens", "blocks")]
     rows += [(dim, "tokens") for dim in WIDE]
     jobs = [step_job(name, arch, dim, variant=mask) for dim, mask in rows for name in PASSES]
+    jobs += [step_job("sums", arch, dim, variant="tokens") for dim in (64, 128, 256, *WIDE)]
     return [job for job in jobs if job.name != "dkdv sm_100 128 bfloat16 blocks"]
 
 

@@ -17,7 +17,7 @@ from tritoncp.kernels.tiles import channels, view
 
 MULTIPLE = 16  # rows of a chunk: Triton compiles one kernel for all multiples
 ROWS_OF_KEY = 4  # partial sums for each row of the buffer, in a chunk
-SUMMED = 4  # partial sums of a key that are added at a time
+SUMMED = 8  # partial sums of a key that are added at a time
 LEAST_ROWS = 1 << 16  # partial sums of all heads and batch rows, for as many programs as a GPU runs at a time
 
 

@@ -33,6 +33,7 @@ from tritoncp.kernels.tile_rules import (
     copies,
     pieces,
     selected,
+    selected_partial,
     selected_rows,
     widest_piece,
 )
@@ -198,7 +199,10 @@ class SelectedTritonEngine:
         own = min(_share_of(lists.keys, q), q.shape[1] // k.shape[1])
         heads = max(n for n in range(1, whole + 1) if own % n == 0)
         filled = whole * piece if kind != "dkdv" else max(whole * piece, min(FULL_ROWS, most))
-        config = selected(kind, arch, filled, dim, q.dtype)
+        if kind == "partial":
+            config = selected_partial(arch, filled, lists.keys.width, dim, q.dtype)
+        else:
+            config = selected(kind, arch, filled, dim, q.dtype)
         return QueryTiling(heads, queries, piece, parts), replace(config, BLOCK_N=lists.tile(config.BLOCK_N))
 
     def _launch(
