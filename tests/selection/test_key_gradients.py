@@ -25,27 +25,27 @@ MASK = create_block_mask(causal() & document(lengths=[25, S - 25]), 1, 1, S, S, 
 
 
 class Gradients:
-    """dK and dV of one selection of 2 heads, of 2 query heads for each of 2 KV heads.
+    """dK and dV of one KV head, whose two query heads select keys of their own.
 
     step, engine: prepared for tensors of ``dtype``; exact: dK and dV in float64
     """
 
     def __init__(self, dtype: torch.dtype, query_block: int = 1) -> None:
         g = torch.Generator().manual_seed(7)
-        shapes = (1, 4, S, DIM), (1, 2, S, DIM), (1, 2, S, V_DIM), (1, 4, S, V_DIM)
+        shapes = (1, 2, S, DIM), (1, 1, S, DIM), (1, 1, S, V_DIM), (1, 2, S, V_DIM)
         q, k, v, dout = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
         indices = torch.randint(-1, S, (1, 2, S // query_block, 6), generator=g).int()
         chosen = Selection(indices, 1, query_block)
         leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        visible = MASK.to_dense(1, 4) & chosen.to_dense(S).repeat_interleave(2, 1)
+        visible = MASK.to_dense(1, 2) & chosen.to_dense(S)
         want = dense_attention(*leaves, visible)
         self.exact = torch.autograd.grad(want.out, leaves[1:], dout.double())
         stats = torch.float64 if dtype == torch.float64 else torch.float32
         delta = (want.out.detach() * dout.double()).sum(-1)
         plan = build(MASK, 1)
         lse = want.lse.detach().to(stats).contiguous()
-        self.step = BackwardStep(q, k, v, dout, lse, delta.to(stats), plan.tables("cpu", 1, 4))
-        rows = SelectedRows(*chosen.unique(), plan.positions, 4, 2, 2)
+        self.step = BackwardStep(q, k, v, dout, lse, delta.to(stats), plan.tables("cpu", 1, 2))
+        rows = SelectedRows(*chosen.unique(), plan.positions, 2, 2, 2)
         base = TritonEngine(Mods(), DIM**-0.5)
         self.engine = SelectedTritonEngine(base, rows, VisiblePairs(MASK, MASK.mask_mod))
 
@@ -74,9 +74,10 @@ def test_chunks_add_up_to_the_gradients_of_all_queries(query_block: int) -> None
     launches()
     for x, exact in zip(results, gradients.exact, strict=True):
         torch.testing.assert_close(x, exact, rtol=0, atol=1e-12)
-    gradients.launches(*results, add=True)()
-    for x, exact in zip(results, gradients.exact, strict=True):
-        torch.testing.assert_close(x, 2 * exact, rtol=0, atol=1e-12)
+    if query_block == 2:
+        gradients.launches(*results, add=True)()
+        for x, exact in zip(results, gradients.exact, strict=True):
+            torch.testing.assert_close(x, 2 * exact, rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("chunks")
