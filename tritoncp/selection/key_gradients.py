@@ -49,7 +49,7 @@ def sums_launch(dk: Tensor, dv: Tensor, order: KeyOrder, places: Places, heads: 
         "VO": channels(v_dim, 128),
         "ADD": add,
     }
-    config = Config(1, SUMMED, 1 if max(dim, v_dim) <= 128 else 4)
+    config = Config(1, SUMMED, 1)
     grid = check_grid(num_keys, kv_heads, batch)
     return Launch(sum_dkdv_kernel, grid, [values[name] for name in sum_dkdv_kernel.arg_names], config, [])
 
