@@ -19,6 +19,7 @@ from tritoncp.perf.problem import Problem
 from tritoncp.planning.build import build
 from tritoncp.planning.selected_rows import SelectedRows
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
+from tritoncp.selection import key_gradients
 from tritoncp.selection.selection import Selection
 from tritoncp.selection.triton_engine import SelectedTritonEngine
 from tritoncp.selection.visible import VisiblePairs
@@ -117,6 +118,17 @@ def test_indices_of_no_key_are_read_as_no_address(block_size: int, query_block: 
     wild = selection._replace(indices=torch.where(place, number, selection.indices))
     for x, y in zip(passes(wild), passes(none), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.long
+def test_chunks_of_queries_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five chunks, of which the first, the last and those between are launches of their own kind."""
+    whole = passes(drawn(1))
+    monkeypatch.setattr(key_gradients, "LEAST_ROWS", 1)
+    monkeypatch.setattr(key_gradients, "ROWS_OF_KEY", 1)
+    assert key_gradients.rows_of_chunk(72, 9, 72, 2) == 16
+    for x, y in zip(passes(drawn(1)), whole, strict=True):
+        torch.testing.assert_close(x, y, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("block_size", [1, pytest.param(16, marks=pytest.mark.nightly)])
