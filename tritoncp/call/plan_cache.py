@@ -106,7 +106,7 @@ def plan_for(
         return mask
     state, cache = MaskState.of(mask), _CACHES.of(group)
     layer = sizes.layer
-    key = state.key, sizes.rows, sizes.kv_rows, sizes.batch, layer and tuple(layer.values())
+    key = state.key, sizes.rows, sizes.kv_rows, sizes.batch, layer and tuple(layer.items())
     plan = cache.find(key, state.tensors)
     _COUNTS["misses" if plan is None else "hits"] += 1
     if cache_log.isEnabledFor(logging.DEBUG if plan is not None else logging.INFO):

@@ -108,13 +108,16 @@ class ShardSizes(NamedTuple):
     @property
     def layer(self) -> dict[str, int] | None:
         """Sizes of a layer with latents or selected keys, for the choice of a schedule; None: a standard
-        layer. Selected keys are rounded up to a power of two, so that few plans serve all numbers of keys."""
-        if not self.latent and not self.selected:
-            return None
-        names = "heads", "kv_heads", "head_dim", "latent", "selected"
-        selected = 1 << (self.selected - 1).bit_length() if self.selected else 0
-        sizes = self.heads, self.kv_heads, self.dim, self.latent, selected
-        return dict(zip(names, sizes, strict=True))
+        layer. Selected keys are rounded up to a power of two: few plans serve all numbers of keys, and
+        one plan a choice of keys and the attention to them."""
+        layer = {}
+        if self.latent:
+            names = "heads", "kv_heads", "head_dim", "latent"
+            sizes = self.heads, self.kv_heads, self.dim, self.latent
+            layer = dict(zip(names, sizes, strict=True))
+        if self.selected:
+            layer["selected"] = 1 << (self.selected - 1).bit_length()
+        return layer or None
 
 
 def selected_keys(selected: Any) -> int:
