@@ -99,7 +99,7 @@ class ShardSizes(NamedTuple):
         cls, query: Tensor, key: Tensor, expand: Expansion | None = None, selected: Any = None
     ) -> ShardSizes:
         batch, heads, rows, dim = query.shape
-        count = 0 if selected is None else selected_keys(selected)
+        count = 0 if selected is None else count_selected(selected)
         if expand is None:
             return cls(batch, heads, rows, dim, key.shape[1], key.shape[2], 0, count)
         latent = key.shape[1] * key.shape[3]
@@ -120,7 +120,7 @@ class ShardSizes(NamedTuple):
         return layer or None
 
 
-def selected_keys(selected: Any) -> int:
+def count_selected(selected: Any) -> int:
     """Return the max keys that a query selects; 0 for what is no selection, which a later check refuses."""
     if not isinstance(selected, Selection) or not isinstance(selected.block_size, int):
         return 0

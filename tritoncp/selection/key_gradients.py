@@ -30,7 +30,7 @@ def rows_of_chunk(rows: int, width: int, num_keys: int, buffers: int) -> int:
     >>> rows_of_chunk(1 << 17, 2048, 1 << 17, 1), rows_of_chunk(1000, 64, 1000, 1)
     (256, 1008)
     """
-    limit = max(ROWS_OF_KEY * num_keys, LEAST_ROWS // buffers)
+    limit = max(ROWS_OF_KEY * num_keys, LEAST_ROWS // max(1, buffers))
     most = max(1, limit // max(1, width) // MULTIPLE) * MULTIPLE
     return min(most, max(1, -(-rows // MULTIPLE)) * MULTIPLE)
 
