@@ -354,7 +354,8 @@ def selected_rows(arch: str, head_dim: int, dtype: torch.dtype) -> int:
 def selected(kind: str, arch: str, rows: int, head_dim: int, dtype: torch.dtype) -> Config:
     """Return the config of a pass ``kind`` over keys that are selected at run time.
 
-    kind: "forward", "dq" or "dkdv"; rows: of a tile, at most :func:`selected_rows`; head_dim: as there
+    kind: "forward", "dq", or "dkdv" of blocks of keys; rows: of a tile, at most :func:`selected_rows`;
+        head_dim: as there
     """
     tile = max(16, 1 << (rows - 1).bit_length())
     if arch == "interpreter":
@@ -376,6 +377,29 @@ def selected(kind: str, arch: str, rows: int, head_dim: int, dtype: torch.dtype)
     spills = head_dim > 128 if kind == "forward" else head_dim <= 64 and tile == 16  # 8 bytes (sm_100)
     limit = 256 if spills and family(arch) == "sm_100" else None
     return Config(tile, keys, warps, 2, maxnreg=limit)
+
+
+def selected_partial(arch: str, rows: int, keys: int, head_dim: int, dtype: torch.dtype) -> Config:
+    """Return the config of partial sums of dK and dV, where keys are selected one by one.
+
+    rows, head_dim: as of :func:`selected`; keys: of a row of the selection
+
+    >>> config = selected_partial("sm_90", 16, 24, 128, torch.bfloat16)
+    >>> config.BLOCK_M, config.BLOCK_N, config.num_warps
+    (16, 32, 2)
+    """
+    tile, fitting = max(16, 1 << (rows - 1).bit_length()), max(16, 1 << max(0, keys - 1).bit_length())
+    if arch == "interpreter":
+        return Config(tile, min(64 if head_dim <= 128 else 32, fitting))
+    if dtype.itemsize > 2 or head_dim > 256:
+        return Config(tile, 16, 8, 1)
+    # A warp has the sums of its own 16 keys, where registers hold them: with 256 channels 64 keys spill 160
+    # bytes (sm_90), with 128 rows 616 (sm_80).
+    if head_dim > 128:
+        return Config(tile, 16 if _is_small(arch) else 32, 8, 1)
+    if tile == 128 and family(arch) not in ("sm_90", "sm_100"):
+        return Config(tile, 16, 4, 1) if family(arch) == "gfx942" else Config(tile, min(32, fitting), 8, 1)
+    return Config(tile, min(64, fitting), min(64, fitting) // 16, 1)
 
 
 def _is_small(arch: str) -> bool:

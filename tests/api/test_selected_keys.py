@@ -14,7 +14,16 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tests.multiprocess import ranks
-from tritoncp import Selection, causal, create_block_mask, document, flex_attention, make_plan, select_keys
+from tritoncp import (
+    Selection,
+    SelectionAuxRequest,
+    causal,
+    create_block_mask,
+    document,
+    flex_attention,
+    make_plan,
+    select_keys,
+)
 from tritoncp.cpu import pointwise
 from tritoncp.reference.dense import dense_attention
 
@@ -360,3 +369,25 @@ def test_a_world_has_the_shapes_of_tensors_without_values() -> None:
         )
         assert [x.shape for x in outs] == [(2, 4, len(x[0, 0]), 12) for x in shards[0]]
         assert [x.shape for x in found.probabilities] == [(2, 1, len(x[0, 0]), 10) for x in shards[0]]
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_an_empty_batch_chooses_nothing(block_size: int) -> None:
+    query, key, weights = torch.randn(0, 3, S, 4), torch.randn(0, 1, S, 4), torch.ones(0, 3, S)
+    for given, heads in ((weights, 1), (None, 3)):
+        chosen = select_keys(query, key, given, top=2, block_size=block_size, block_mask=mask())
+        assert chosen.indices.shape == (0, heads, S, 2) and chosen.indices.dtype == torch.int32
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_empty_batch_has_empty_results_and_gradients(world_size: int) -> None:
+    world = tritoncp.simulate(world_size)
+    plan, leaves = world.make_plan(mask()), qkv(batch=0)
+    shards = [world.shard(x, plan, dim=2) for x in leaves]
+    chosen = [Selection(torch.zeros(0, 2, x.shape[2], 3).int()) for x in shards[0]]
+    request = SelectionAuxRequest(probabilities=True)
+    outs, aux = world.flex_attention(*shards, plan, enable_gqa=True, selected=chosen, return_aux=request)
+    out = world.unshard(outs, plan, dim=2)
+    assert out.shape == (0, 4, S, 12)
+    assert [x.shape for x in aux.probabilities] == [one.indices.shape for one in chosen]
+    assert [x.shape for x in grads(out, leaves)] == [x.shape for x in leaves]

@@ -76,6 +76,37 @@ def test_the_same_mask_finds_its_plan(kind, built_plans):
         assert len(built_plans) == 3
 
 
+def chosen(count, block_size=1):
+    return tritoncp.Selection(torch.zeros(1, 1, S, count).int(), block_size)
+
+
+def test_one_plan_serves_numbers_of_selected_keys_up_to_a_power_of_two(built_plans):
+    plans = [
+        plan_cache.plan_for(causal(), ShardSizes.of(Q, Q, None, one), None)
+        for one in (chosen(5), chosen(8), chosen(9), chosen(1, 16), None)
+    ]
+    assert [one.selected for one in plans] == [8, 8, 16, 16, 0] and len(built_plans) == 3
+    assert flex_attention(Q, Q, Q, causal(), selected=chosen(7)).shape == Q.shape
+    assert len(built_plans) == 3
+
+
+def test_a_raw_mask_gets_the_schedule_of_the_keys_that_queries_select():
+    """As make_plan chooses it for the same layer; and work of a query is weighed by these keys."""
+    rows, lengths = 1 << 15, [1 << 13] * 4
+    q, k = (torch.empty(1, heads, 1 << 13, 128, device="meta") for heads in (32, 8))
+    few = tritoncp.Selection(torch.zeros(1, 1, 1 << 13, 60, dtype=torch.int32, device="meta"))
+    sources = mask_source.Sources.of(causal())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # uneven work where all keys count
+        plans = [
+            plan_in_order(sources, ShardSizes.of(q, k, None, one), lengths, lengths) for one in (None, few)
+        ]
+    mask = tritoncp.create_block_mask(causal(), None, None, rows, rows)
+    want = make_plan(mask, world_size=4, rank=0, balancer=None, layer={"selected": 64})
+    assert plans[1].schedule == want.schedule != plans[0].schedule
+    assert plans[1].imbalance < 1.01 < 1.5 < plans[0].imbalance
+
+
 # -- made again ------------------------------------------------------------------------------------------
 
 

@@ -93,6 +93,17 @@ def test_eager_chunks_attend_to_the_selected_keys(recent: int, dim: str) -> None
     agree(step(eager, eager, chosen), want)
 
 
+@pytest.mark.parametrize("dim", ["seq", "batch"])
+def test_eager_chunks_of_an_empty_batch_are_empty(dim: str) -> None:
+    model, chosen = model_of(0)
+    x = torch.randn(0, S, WIDTH, dtype=torch.float64, requires_grad=True)
+    model.layers[0] = Eager(model.layers[0], 2, dim)
+    out = model(x, chosen[:0])
+    grads = torch.autograd.grad(out.sum(), [x, *model.parameters()])
+    assert out.shape == x.shape and grads[0].shape == x.shape
+    assert all(not grad.any() for grad in grads[1:])
+
+
 def test_a_region_without_a_row_for_each_query_is_refused() -> None:
     model = Layers(Layer(0, query_block=8)).double()
     chosen = torch.randint(-1, S, (B, 1, S // 8, 6), dtype=torch.int32)

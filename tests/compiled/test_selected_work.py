@@ -19,6 +19,7 @@ from tritoncp.perf.problem import Problem
 from tritoncp.planning.build import build
 from tritoncp.planning.selected_rows import SelectedRows
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
+from tritoncp.selection import key_gradients
 from tritoncp.selection.selection import Selection
 from tritoncp.selection.triton_engine import SelectedTritonEngine
 from tritoncp.selection.visible import VisiblePairs
@@ -38,9 +39,7 @@ def instructions(kernel: str, chosen: Chosen, length: int) -> float:
     launch = tensors.launch(kernel, None, COMPILED)
     with compiled_kernels(COMPILED, count=True, check=False) as device:
         launch()
-    (record,) = device.launches
-    assert record.counts is not None
-    return record.counts.totals()["instructions"] / length / 4
+    return sum(record.counts.totals()["instructions"] for record in device.launches) / length / 4
 
 
 @pytest.mark.parametrize(
@@ -52,12 +51,18 @@ def test_a_query_takes_equal_work_in_any_sequence(kernel: str, chosen: str) -> N
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("heads", [1, pytest.param(4, marks=pytest.mark.nightly)])
+def test_gradients_of_a_key_take_equal_work_in_any_sequence(heads: int) -> None:
+    """The selected keys of a query lie 16, 32 or 64 keys apart on average."""
+    counts = [instructions("dkdv", Chosen(8, shares=heads), length) for length in (128, 256, 512)]
+    assert max(counts) <= 1.1 * min(counts)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 @pytest.mark.parametrize("chosen", ["tokens", "blocks"])
 def test_work_is_proportional_to_selected_keys(chosen: str, kernel: str) -> None:
-    """Equal numbers of keys, drawn from 1,024, 2,048 and 4,096. dK and dV read a query once for all keys of a
-    tile that it sees: with fewer keys to draw from, more of its keys lie in one tile."""
+    """Equal numbers of keys, drawn from 1,024, 2,048 and 4,096."""
     counts = [instructions(kernel, CHOSEN[chosen], length) for length in (1024, 2048, 4096)]
     assert max(counts) <= 1.1 * min(counts)
 
@@ -113,6 +118,17 @@ def test_indices_of_no_key_are_read_as_no_address(block_size: int, query_block: 
     wild = selection._replace(indices=torch.where(place, number, selection.indices))
     for x, y in zip(passes(wild), passes(none), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.long
+def test_chunks_of_queries_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five chunks, of which the first, the last and those between are launches of their own kind."""
+    whole = passes(drawn(1))
+    monkeypatch.setattr(key_gradients, "LEAST_ROWS", 1)
+    monkeypatch.setattr(key_gradients, "ROWS_OF_KEY", 1)
+    assert key_gradients.rows_of_chunk(72, 9, 72, 2) == 16
+    for x, y in zip(passes(drawn(1)), whole, strict=True):
+        torch.testing.assert_close(x, y, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("block_size", [1, pytest.param(16, marks=pytest.mark.nightly)])

@@ -23,6 +23,7 @@ from tritoncp.core import upload
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives
 from tritoncp.kernels.launch import Launch
+from tritoncp.selection.visible import VisiblePairs
 
 CPU = torch.device("cpu")
 S, BLOCK = 32, 8
@@ -285,6 +286,18 @@ def test_every_stream_records_its_use_of_a_cached_permutation(recorder: Recorder
         reordered = tritoncp.dual_chunk_to_contiguous(x, lengths, world_size=2)
         assert torch.equal(tritoncp.contiguous_to_dual_chunk(reordered, lengths, world_size=2), x)
     assert [kind for kind, *_ in recorder.calls] == ["copy", "event"] * 2 + ["wait", "use"] * 2
+
+
+def test_every_stream_records_its_use_of_the_tables_that_selected_keys_are_looked_up_in(
+    recorder: Recorder,
+) -> None:
+    mask = create_block_mask(and_masks(causal(), document(lengths=[12, 20])), 1, 1, S, S, BLOCK_SIZE=BLOCK)
+    pairs, want = VisiblePairs(mask, mask.mask_mod), mask.to_dense(1, 1)
+    at, head = torch.arange(S)[None], torch.zeros(1, dtype=torch.long)
+    recorder.calls.clear()
+    for recorder.stream in (0, 1, 0, 1):
+        assert torch.equal(pairs(0, head, at, at), want)
+    assert [kind for kind, *_ in recorder.calls] == ["copy", "event", "wait", "use"]
 
 
 @pytest.mark.parametrize("streams", [Recorder, upload.Streams])

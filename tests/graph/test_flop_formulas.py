@@ -16,7 +16,7 @@ import tritoncp
 from tests.cases import Case
 from tests.command_process import run_code
 from tests.zoo import MASKS
-from tritoncp import Selection, causal, create_block_mask, simulate
+from tritoncp import Selection, SelectionAuxRequest, causal, create_block_mask, simulate
 
 S, D, E, BATCH, HEADS = 96, 16, 8, 2, 4
 
@@ -88,6 +88,14 @@ def test_of_a_query_as_many_visible_keys_count_as_it_may_select(count_of_row, bl
     call = partial(attend, *qkv(), mask, selected=Selection(indices, block_size))
     most = count_of_row * block_size
     assert count(call) == expected(BATCH * HEADS * sum(min(i + 1, most) for i in range(S)))
+
+
+def test_probabilities_of_selected_keys_count_as_the_scores_that_they_are_made_of():
+    indices, aux = torch.arange(6).expand(BATCH, 1, S, -1), SelectionAuxRequest(probabilities=True)
+    call = partial(attend, *qkv(), causal(), selected=Selection(indices))
+    pairs = BATCH * HEADS * sum(min(i + 1, 6) for i in range(S))
+    forward, backward = expected(pairs)
+    assert count(lambda: call(return_aux=aux)[0]) == (forward + 2 * pairs * D, backward)
 
 
 def test_flops_of_a_micro_batch_are_counted_for_its_rows():

@@ -28,6 +28,7 @@ from tritoncp.kernels.tile_rules import (
     gqa_pack_factor,
     pieces,
     selected,
+    selected_partial,
     selected_rows,
 )
 from tritoncp.kernels.tiles import channel_range, channels
@@ -210,11 +211,12 @@ def test_tiles_of_selected_keys_of_wide_heads_fit(kind: str) -> None:
     and v each lies in shared memory."""
     for arch, dim in product(("sm_80", "sm_86", "sm_90", "sm_100"), range(264, MAX_HEAD_DIM + 1, 8)):
         rows = selected_rows(arch, dim, torch.bfloat16)
-        config = selected(kind, arch, rows, dim, torch.bfloat16)
-        assert config.BLOCK_M == rows < 64
         first, second, count = pieces(dim)
-        elements = 2 * (config.BLOCK_M + config.BLOCK_N) * (count * first + second)
-        assert 2 * elements <= SHARED_BYTES[arch]
+        partial = selected_partial(arch, rows, 2048, dim, torch.bfloat16)
+        for config in (selected(kind, arch, rows, dim, torch.bfloat16), partial):
+            assert config.BLOCK_M == rows < 64
+            elements = 2 * (config.BLOCK_M + config.BLOCK_N) * (count * first + second)
+            assert 2 * elements <= SHARED_BYTES[arch]
 
 
 def test_query_heads_share_tiles_where_that_takes_a_tenth_fewer() -> None:

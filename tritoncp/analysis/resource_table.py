@@ -42,7 +42,7 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     that are split in two, float16 and float32 with the kind of mask that needs the max number of registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (135, 451)
+    (139, 463)
     """
     jobs = []
     for arch in archs:
@@ -72,6 +72,7 @@ def _selected(arch: str) -> list[Job]:
     rows = [(dim, variant) for dim in (64, 128, 256) for variant in ("tokens", "blocks")]
     rows += [(dim, "tokens") for dim in WIDE]
     jobs = [step_job(name, arch, dim, variant=mask) for dim, mask in rows for name in PASSES]
+    jobs += [step_job("sums", arch, dim, variant="tokens") for dim in (64, 128, 256, *WIDE)]
     return [job for job in jobs if job.name != "dkdv sm_100 128 bfloat16 blocks"]
 
 

@@ -313,7 +313,7 @@ class World:
     def _shared_plan(self, mask: Any, passed: Sequence[Arguments]) -> Plan:
         """Return the plan of a call, checked against the shards of all ranks."""
         rows, batch_offset = passed[0].query.shape[0], passed[0].batch_offset
-        sizes = [ShardSizes.of(one.query, one.key, one.expand) for one in passed]
+        sizes = [ShardSizes.of(one.query, one.key, one.expand, one.selected) for one in passed]
         batch = rows if batch_offset is None else check_shards.whole_batch(mask, rows, batch_offset)
         plan = mask
         if not isinstance(mask, Plan):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 from tritoncp.call.expand import Expansion
-from tritoncp.call.read import Arguments, CallKind
+from tritoncp.call.read import Arguments, CallKind, count_selected
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.host_copy import refuse_dtensor
 from tritoncp.distributed import groups
@@ -85,6 +85,7 @@ def call_key(call: Arguments, group: Any) -> Any:
         bool(call.return_lse),
         type(call.return_aux),
         wants and call.selected is None,
+        call.selected is not None and count_selected(call.selected),
     )
     ranks = group and weakref.ref(group)
     return _facts(q), _facts(k), _facts(v), logits, ranks, flags, call.batch_offset

@@ -275,16 +275,15 @@ def name_functions() -> None:
         backward,
         forward,
         scores,
-        selected,
-        selected_probabilities,
         tile_runs,
         tiles,
     )
     from tritoncp.kernels.routes import forward_gluon
+    from tritoncp.kernels.selected import attention, gradients, probabilities
     from tritoncp.mods.translate import triton_helpers
 
     modules = (
-        tiles, tile_runs, scores, triton_helpers, forward, backward, selected, selected_probabilities
+        tiles, tile_runs, scores, triton_helpers, forward, backward, attention, gradients, probabilities
     )  # fmt: skip
     for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon has no interpreter
         for function in vars(module).values():

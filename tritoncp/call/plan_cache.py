@@ -105,7 +105,8 @@ def plan_for(
         _check_call(mask, sizes, group, call_key)
         return mask
     state, cache = MaskState.of(mask), _CACHES.of(group)
-    key = state.key, sizes.rows, sizes.kv_rows, sizes.batch, sizes.latent and sizes
+    layer = sizes.layer
+    key = state.key, sizes.rows, sizes.kv_rows, sizes.batch, layer and tuple(layer.items())
     plan = cache.find(key, state.tensors)
     _COUNTS["misses" if plan is None else "hits"] += 1
     if cache_log.isEnabledFor(logging.DEBUG if plan is not None else logging.INFO):
@@ -172,6 +173,7 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
             "batch": fact(f"batch {sizes.batch}"),
             "heads": fact(f"{sizes.heads} query heads and {sizes.kv_heads} key heads"),
             "head dims": fact(f"head dim {sizes.dim}"),
+            "selected keys": fact(f"{sizes.selected or 'all'} keys of a query"),
         }
         return None, same, (sizes.rows, sizes.kv_rows)
 

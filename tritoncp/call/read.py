@@ -19,7 +19,7 @@ from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.planning.plan import Plan
-from tritoncp.selection.selection import SelectionAuxOutput, SelectionAuxRequest
+from tritoncp.selection.selection import Selection, SelectionAuxOutput, SelectionAuxRequest
 
 MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
 
@@ -79,8 +79,11 @@ class Arguments(NamedTuple):
 
 
 class ShardSizes(NamedTuple):
-    """Sizes of a rank's query [batch, heads, rows, dim] and key [.., kv_heads, kv_rows, dim]. latent:
-    channels per token of the latent from which ``expand=`` computes keys and values, 0 without it."""
+    """Sizes of a rank's query [batch, heads, rows, dim] and key [.., kv_heads, kv_rows, dim].
+
+    latent:   channels per token of the latent from which ``expand=`` computes keys and values, 0 without it
+    selected: max keys that a query selects with ``selected=``, 0 without it
+    """
 
     batch: int
     heads: int
@@ -89,20 +92,40 @@ class ShardSizes(NamedTuple):
     kv_heads: int
     kv_rows: int
     latent: int = 0
+    selected: int = 0
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, expand: Expansion | None = None) -> ShardSizes:
+    def of(
+        cls, query: Tensor, key: Tensor, expand: Expansion | None = None, selected: Any = None
+    ) -> ShardSizes:
         batch, heads, rows, dim = query.shape
+        count = 0 if selected is None else count_selected(selected)
         if expand is None:
-            return cls(batch, heads, rows, dim, key.shape[1], key.shape[2])
-        return cls(batch, heads, rows, dim, expand.sizes[0], key.shape[2], key.shape[1] * key.shape[3])
+            return cls(batch, heads, rows, dim, key.shape[1], key.shape[2], 0, count)
+        latent = key.shape[1] * key.shape[3]
+        return cls(batch, heads, rows, dim, expand.sizes[0], key.shape[2], latent, count)
 
     @property
     def layer(self) -> dict[str, int] | None:
-        """Sizes of a latent layer, for the choice of a schedule; None for plain keys: a standard layer."""
-        names = "heads", "kv_heads", "head_dim", "latent"
-        sizes = self.heads, self.kv_heads, self.dim, self.latent
-        return dict(zip(names, sizes, strict=True)) if self.latent else None
+        """Sizes of a layer with latents or selected keys, for the choice of a schedule; None: a standard
+        layer. Selected keys are rounded up to a power of two: few plans serve all numbers of keys, and
+        one plan a choice of keys and the attention to them."""
+        layer = {}
+        if self.latent:
+            names = "heads", "kv_heads", "head_dim", "latent"
+            sizes = self.heads, self.kv_heads, self.dim, self.latent
+            layer = dict(zip(names, sizes, strict=True))
+        if self.selected:
+            layer["selected"] = 1 << (self.selected - 1).bit_length()
+        return layer or None
+
+
+def count_selected(selected: Any) -> int:
+    """Return the max keys that a query selects; 0 for what is no selection, which a later check refuses."""
+    if not isinstance(selected, Selection) or not isinstance(selected.block_size, int):
+        return 0
+    indices = selected.indices
+    return indices.shape[3] * selected.block_size if isinstance(indices, Tensor) and indices.ndim == 4 else 0
 
 
 class CallKind:
@@ -118,7 +141,7 @@ class CallKind:
 
     def __init__(self, call: Arguments, group: Any, is_kept: bool) -> None:
         q, k, v = call[:3]
-        self.sizes = ShardSizes.of(q, k, call.expand)
+        self.sizes = ShardSizes.of(q, k, call.expand, call.selected)
         self.shares_batch = not q.shape[0] == k.shape[0] == v.shape[0]
         self.ranks, self.is_kept = group and weakref.ref(group), is_kept
 

@@ -48,7 +48,7 @@ def attend_in_graph(call: Arguments) -> list[Tensor]:
     else:
         scale = check_arguments.scale_of(call)
     options, graph_options = _split_options(call.kernel_options or {}, captures, numbers)
-    sizes = ShardSizes.of(call.query, call.key, call.expand)
+    sizes = ShardSizes.of(call.query, call.key, call.expand, call.selected)
     plan = find_in_graph(call.block_mask, sizes, world, call.positions, call.batch_offset)
     selected = call.selected
     if selected is not None:

@@ -74,6 +74,8 @@ class Eager(nn.Module):
 
         axis = ("batch", "seq").index(self.dim)
         rows, chunks = x.shape[axis], self.chunks
+        if not rows:
+            return self.module(x, *args, **kwargs)
         name = f"{rows} rows of dimension {axis}"
         calls, results = Calls(self.dim, [chunk_range(rows, c, chunks, name) for c in range(chunks)]), []
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]

@@ -7,6 +7,7 @@ For a full mask they give torch's counts.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -62,7 +63,11 @@ def register_formulas() -> None:
     if counter is None:
         return
     ops = torch.ops.tritoncp
-    formulas = {ops.forward: partial(_flops, forward=True), ops.backward: partial(_flops, forward=False)}
+    formulas = {
+        ops.forward: partial(_flops, forward=True),
+        ops.backward: partial(_flops, forward=False),
+        ops.probabilities: _probability_flops,
+    }
     for op, formula in formulas.items():
         if op not in counter.flop_registry:
             counter.register_flop_formula(op, get_raw=True)(formula)
@@ -73,11 +78,23 @@ def register_formulas() -> None:
 
 
 def _flops(*args: Any, forward: bool, out_val: Any = None) -> int:
-    """Return the FLOPs of this rank's op, without the function that expands latents. For a fake handle, which
-    has no plan, all pairs of the shards count."""
+    """Return the FLOPs of this rank's op, without the function that expands latents."""
     q, k, v, *_, captures, _, _, handle, spec = args if forward else args[2:]
-    constants = decode_spec(spec)
-    sizes, selected = constants.sizes, None
+    sizes = decode_spec(spec).sizes
+    pairs = _pairs_of_op(q, k, captures, handle, spec)
+    return count_flops(pairs, q.shape[3], v.shape[3] if sizes is None else sizes[2], forward)
+
+
+def _probability_flops(*args: Any, out_val: Any = None) -> int:
+    """Return the FLOPs of the probabilities of selected keys: the scores once more, without values."""
+    q, k, *_, captures, _, _, handle, spec = args
+    return count_flops(_pairs_of_op(q, k, captures, handle, spec), q.shape[3], 0, forward=True)
+
+
+def _pairs_of_op(q: Tensor, k: Tensor, captures: Sequence[Tensor], handle: Tensor, spec: str) -> int:
+    """Count the visible pairs of an op. For a fake handle, which has no plan, all pairs of the shards
+    count."""
+    constants, selected = decode_spec(spec), None
     if constants.selected:
         selected = captures[-1].shape[3] * constants.selected[0]  # keys of a block
     # Calls on meta tensors with a mask on meta have such a handle.
@@ -89,4 +106,4 @@ def _flops(*args: Any, forward: bool, out_val: Any = None) -> int:
             thing = object_of(named)
             plan: Plan = thing if isinstance(thing, Plan) else thing.plan  # of a call outside of graphs
             pairs = count_pairs(plan, q.shape[0], q.shape[1], selected)
-    return count_flops(pairs, q.shape[3], v.shape[3] if sizes is None else sizes[2], forward)
+    return pairs

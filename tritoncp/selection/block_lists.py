@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritoncp.kernels.selected import SelectedLists, TransposedLists
+from tritoncp.kernels.selected.attention import SelectedLists, TransposedLists
 from tritoncp.masks.runs.block_runs import ABSENT, Kind
 from tritoncp.planning.selected_rows import SelectedRows
 
@@ -95,4 +95,4 @@ def block_rows(lists: SelectedLists, blocks: int) -> TransposedLists:
     edges = torch.arange(2 * blocks + 1, device=at.device) * rows
     ptr = torch.searchsorted(ordered, edges.expand(batch, shares, -1).contiguous()).int()
     of_entry = (ordered % max(1, rows)).int()
-    return TransposedLists(ptr, of_entry, None, 0 if batch == 1 else shares, blocks, rows * width)
+    return TransposedLists(ptr, of_entry, 0 if batch == 1 else shares, blocks, rows * width)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tritoncp.kernels.selected import KEYS_OF_TILE, SelectedLists, TransposedLists
+from tritoncp.kernels.selected.attention import SelectedLists
+from tritoncp.kernels.selected.gradients import KeyOrder
 from tritoncp.planning.selected_rows import SelectedRows
 from tritoncp.selection.lookup import ChosenKeys, chosen_keys
 from tritoncp.selection.visible import VisiblePairs
@@ -72,40 +73,24 @@ def _pieces(batch: int, shares: range, rows: int, step: int) -> Iterator[tuple[i
                 yield b, share, slice(first, min(rows, first + step))
 
 
-def row_lists(lists: SelectedLists, num_keys: int) -> TransposedLists:
-    """Transpose the lists of a step, for a buffer of ``num_keys`` rows.
+def key_order(lists: SelectedLists, num_keys: int, rows: int) -> KeyOrder:
+    """Order the entries of the lists of each chunk of ``rows`` rows by their keys, for a buffer of
+    ``num_keys`` rows. No loop runs over batch rows, heads or chunks.
 
-    >>> keys, count = torch.tensor([[[[0, 33], [1, 0]]]]).int(), torch.tensor([[[2, 1]]]).int()
-    >>> lists = row_lists(SelectedLists(keys, count, None, 0, 2, 2), 64)
-    >>> lists.ptr.tolist(), lists.rows[0, 0, :3].tolist(), lists.bits[0, 0, :3, 0].tolist()
-    ([[[0, 2, 2, 3, 3]]], [0, 1, 0], [1, 2, 2])
+    >>> keys, count = torch.tensor([[[[0, 3], [1, 0]]]]).int(), torch.tensor([[[2, 2]]]).int()
+    >>> order = key_order(SelectedLists(keys, count, None, 0, 2, 2), 4, 2)
+    >>> order.ptr.tolist(), order.slots.tolist()
+    ([[[[0, 2, 3, 3, 4]]]], [[[[0, 3, 2, 1]]]])
     """
-    size = KEYS_OF_TILE.value
-    batch, shares, rows, width = lists.keys.shape
-    device, tiles = lists.keys.device, -(-num_keys // size)
-    height = 1 if lists.shown is None else lists.shown.shape[3]
-    ptr = torch.empty(batch, shares, tiles + 1, dtype=torch.int32, device=device)
-    of_entry = torch.empty(batch, shares, rows * width, dtype=torch.int32, device=device)
-    bits = torch.zeros(batch, shares, rows * width, height, dtype=torch.int32, device=device)
-    row = torch.arange(rows, device=device)[:, None]
-    for b in range(batch):
-        for share in range(shares):
-            key, count = lists.keys[b, share].long(), lists.count[b, share]
-            is_key = torch.arange(width, device=device) < count[:, None]
-            number = torch.where(is_key, key // size * rows + row, tiles * rows).flatten()
-            ordered, order = number.sort(stable=True)
-            starts = torch.ones_like(ordered, dtype=torch.bool)
-            starts[1:] = ordered[1:] != ordered[:-1]
-            entry = starts.cumsum(0) - 1
-            value = (torch.ones_like(key) << key % size).masked_fill(~is_key, 0).flatten()[order]
-            values = value[:, None]
-            if lists.shown is not None:
-                seen = lists.shown[b, share].transpose(1, 2).reshape(-1, height)[order]  # [entries, height]
-                values = values * seen
-            bits[b, share].index_add_(0, entry, values.int())  # each bit once: a sum of bits is their union
-            found = torch.full_like(ordered, tiles * rows).scatter_(0, entry, ordered)
-            of_entry[b, share] = (found % max(1, rows)).int()
-            edges = torch.arange(tiles + 1, device=device) * rows
-            ptr[b, share] = torch.searchsorted(found, edges).int()
-    stride = 0 if batch == 1 else shares
-    return TransposedLists(ptr, of_entry, bits, stride, tiles, rows * width)
+    batch, shares, all_rows, width = lists.keys.shape
+    device, chunks = lists.keys.device, max(1, -(-all_rows // rows))
+    is_key = torch.arange(width, device=device) < lists.count[..., None]
+    listed = lists.keys.new_full((batch, shares, chunks * rows, width), num_keys)
+    listed[:, :, :all_rows] = lists.keys.masked_fill(~is_key, num_keys)
+    keys, order = listed.view(batch, shares, chunks, rows * width).sort(stable=True)
+    at = torch.arange(rows * width, dtype=torch.int32, device=device)
+    slots = torch.empty_like(keys).scatter_(-1, order, at.expand_as(order))
+    edges = torch.arange(num_keys + 1, dtype=torch.int32, device=device)
+    edges = edges.expand(batch, shares, chunks, -1).contiguous()
+    ptr = torch.searchsorted(keys, edges, out_int32=True)
+    return KeyOrder(slots, ptr, 0 if batch == 1 else shares, chunks, rows, rows * width, num_keys)

@@ -16,8 +16,7 @@ from tritoncp.kernels.launch import Launch, State
 from tritoncp.kernels.operands import NO_FUNCTION
 from tritoncp.kernels.program_order import check_grid
 from tritoncp.kernels.scores import Origin
-from tritoncp.kernels.selected import (
-    KEYS_OF_TILE,
+from tritoncp.kernels.selected.attention import (
     PairRule,
     Places,
     QueryTiling,
@@ -27,12 +26,14 @@ from tritoncp.kernels.selected import (
     selected_dq_kernel,
     selected_forward_kernel,
 )
+from tritoncp.kernels.selected.gradients import KeyOrder, partial_dkdv_kernel
 from tritoncp.kernels.tile_rules import (
     Config,
     architecture,
     copies,
     pieces,
     selected,
+    selected_partial,
     selected_rows,
     widest_piece,
 )
@@ -41,7 +42,8 @@ from tritoncp.kernels.tiles import channels, copyable, descriptors, view
 from tritoncp.planning.selected_rows import SelectedRows
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep, PreparedStep, Tables
 from tritoncp.selection.block_lists import block_kinds, block_lists, block_rows, rows_of_tiles
-from tritoncp.selection.lists import key_lists, row_lists
+from tritoncp.selection.key_gradients import KeyGradients, rows_of_chunk, sums_launch
+from tritoncp.selection.lists import key_lists, key_order
 from tritoncp.selection.lookup import rows_of_positions
 from tritoncp.selection.visible import VisiblePairs
 
@@ -75,19 +77,23 @@ class StepLists:
     is_even: bool = False
     whole: bool = False
     _rows: list[TransposedLists] = field(default_factory=list)
+    _orders: dict[int, KeyOrder] = field(default_factory=dict)
 
     def tile(self, limit: int) -> int:
         """Keys of a tile, which divide those of a block."""
         return limit if self.block == 1 else min(limit, self.block & -self.block)
 
     def rows(self) -> TransposedLists:
-        """Return the transposed lists, made at the first call."""
+        """Return the transposed lists of blocks, made at the first call."""
         if not self._rows:
-            if self.block == 1:
-                self._rows.append(row_lists(self.keys, self.num_keys))
-            else:
-                self._rows.append(block_rows(self.keys, -(-self.kv_len // self.block)))
+            self._rows.append(block_rows(self.keys, -(-self.kv_len // self.block)))
         return self._rows[0]
+
+    def order(self, rows: int) -> KeyOrder:
+        """Return the order of single keys in chunks of ``rows`` rows, made at the first call."""
+        if rows not in self._orders:
+            self._orders[rows] = key_order(self.keys, self.num_keys, rows)
+        return self._orders[rows]
 
 
 @dataclass(frozen=True)
@@ -143,13 +149,39 @@ class SelectedTritonEngine:
     ) -> PreparedStep:
         """Prepare dK and dV of one step."""
         lists = self._lists(step.q, step.k, step.tables)
+        if lists.block == 1:
+            return self._key_gradients(step, lists, dk, dv, add)
         tensors, q, k = _inputs(step) | {"dk": dk, "dv": dv}, step.q, step.k
         (tiling, config), mods = self._tiling("dkdv", lists, step), self.base.mods
         entries = config.BLOCK_M // (tiling.heads * tiling.piece)
         args = {"lists": lists.rows(), "ENTRIES": entries, "score_grad": mods.score_back, "ADD": add}
-        keys = k.shape[2] if lists.block == 1 else lists.kv_len
-        grid = -(-keys // config.BLOCK_N), k.shape[1], q.shape[0]
+        grid = -(-lists.kv_len // config.BLOCK_N), k.shape[1], q.shape[0]
         return self._launch(selected_dkdv_kernel, tensors, lists, args, tiling, config, grid)
+
+    def _key_gradients(
+        self, step: BackwardStep, lists: StepLists, dk: Tensor, dv: Tensor, add: bool
+    ) -> KeyGradients:
+        """Prepare dK and dV of single keys."""
+        tiling, config = self._tiling("partial", lists, step)
+        heads, kv_heads = step.q.shape[1], step.k.shape[1]
+        own = min(_share_of(lists.keys, step.q), heads // kv_heads)  # query heads of a partial sum
+        order = lists.order(self._chunk(lists, step))
+        args = {"order": order, "first": 0, "OWN": own, "score_grad": self.base.mods.score_back}
+        tensors = _inputs(step) | {"dk_parts": None, "dv_parts": None}
+        rows, width = lists.keys.keys.shape[2:]
+        grid = order.rows * -(-width // config.BLOCK_N), heads // own, step.q.shape[0]
+        partial = self._launch(partial_dkdv_kernel, tensors, lists, args, tiling, config, grid)
+        sums = sums_launch(dk, dv, order, lists.places, heads // own, add)
+        return KeyGradients(partial, sums, dk, dv, rows, step.lse.dtype)
+
+    def _chunk(self, lists: StepLists, step: BackwardStep) -> int:
+        """Return the rows of the selection in a chunk. Sizes are those of the layer: the bits of dk and dv do
+        not depend on the exchange of heads."""
+        selected, (rows, width) = self.selected, lists.keys.keys.shape[2:]
+        shares = selected.num_heads if self._lists_each_head else selected.shares
+        parts = selected.group // min(selected.num_heads // shares, selected.group)
+        kv_heads = selected.num_heads // selected.group
+        return rows_of_chunk(rows, width * parts, lists.num_keys, kv_heads * step.q.shape[0])
 
     def _tiling(
         self, kind: str, lists: StepLists, step: ForwardStep | BackwardStep
@@ -167,9 +199,11 @@ class SelectedTritonEngine:
         own = min(_share_of(lists.keys, q), q.shape[1] // k.shape[1])
         heads = max(n for n in range(1, whole + 1) if own % n == 0)
         filled = whole * piece if kind != "dkdv" else max(whole * piece, min(FULL_ROWS, most))
-        config = selected(kind, arch, filled, dim, q.dtype)
-        fixed = KEYS_OF_TILE.value if kind == "dkdv" and lists.block == 1 else lists.tile(config.BLOCK_N)
-        return QueryTiling(heads, queries, piece, parts), replace(config, BLOCK_N=fixed)
+        if kind == "partial":
+            config = selected_partial(arch, filled, lists.keys.width, dim, q.dtype)
+        else:
+            config = selected(kind, arch, filled, dim, q.dtype)
+        return QueryTiling(heads, queries, piece, parts), replace(config, BLOCK_N=lists.tile(config.BLOCK_N))
 
     def _launch(
         self, kernel: Any, tensors: dict[str, Any], lists: StepLists, args: dict[str, Any],
@@ -179,7 +213,7 @@ class SelectedTritonEngine:
         q, k, v = (tensors[name] for name in "qkv")
         if grid is None:
             grid = lists.keys.keys.shape[2] * tiling.parts, q.shape[1] // tiling.heads, q.shape[0]
-        by_keys = kernel is selected_dkdv_kernel
+        by_keys = kernel in (selected_dkdv_kernel, partial_dkdv_kernel)
         arch = self.base.arch or architecture(q.device)
         widest = 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config)
         values = {name: _argument(x) for name, x in tensors.items()} | {

@@ -10,8 +10,8 @@ from torch import Tensor
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.program_order import check_grid
 from tritoncp.kernels.scores import Origin
-from tritoncp.kernels.selected import QueryTiling
-from tritoncp.kernels.selected_probabilities import SelectedEntries, selected_probabilities_kernel
+from tritoncp.kernels.selected.attention import Places, QueryTiling
+from tritoncp.kernels.selected.probabilities import SelectedEntries, selected_probabilities_kernel
 from tritoncp.kernels.tile_rules import architecture, selected, selected_rows
 from tritoncp.kernels.tiles import channels, view
 from tritoncp.planning.step_tables import ForwardStep, PreparedStep
@@ -32,54 +32,65 @@ class TritonProbabilities(SelectedTritonEngine):
     sums: Tensor
 
     def forward(self, step: ForwardStep) -> PreparedStep:
-        """Prepare the probabilities of the keys of a step."""
+        """Prepare the probabilities of the keys of a step. Queries are taken in parts: no table of all
+        selected keys is made besides ``sums``."""
 
         def run() -> None:
             places = rows_of_positions(step.tables.kv_slots, self.pairs.mask.kv_len)
-            keys = self._keys(step, places)
-            found = torch.zeros_like(keys, dtype=self.lse.dtype)
-            self._launch_sums(step, keys, found, places)()
-            by_entry = found.unflatten(3, (-1, self.selected.block_size)).sum(4)
-            self.sums.add_(by_entry.unflatten(1, (self.sums.shape[1], -1)).sum(2))
+            where = places_of(self.selected, places, step.q, step.k)
+            batch, heads, length, _ = step.q.shape
+            own, height = range(self.base.first_head, self.base.first_head + heads), self.selected.query_block
+            share = heads // len(list_heads(self.selected, self.pairs, own))
+            for (b, i, at), chosen, visible in visible_keys(self.selected, self.pairs, places, batch, own):
+                rows = slice(at.start * height, min(at.stop * height, length))
+                keys = torch.where(visible, chosen.keys[:, None], -1).int().flatten(0, 1)
+                keys = keys[: rows.stop - rows.start]
+                found = torch.zeros_like(keys, dtype=self.lse.dtype)
+                part = b, slice(i * share, (i + 1) * share), rows
+                self._launch_sums(step, part, where, keys, found)()
+                by_entry = found.unflatten(1, (-1, self.selected.block_size)).sum(2)
+                self.sums[b, i * share * self.sums.shape[1] // heads, rows] += by_entry
 
         return run
 
-    def _keys(self, step: ForwardStep, places: Tensor) -> Tensor:
-        """Return the keys of :class:`SelectedEntries`."""
-        batch, heads, length, _ = step.q.shape
-        own = range(self.base.first_head, self.base.first_head + heads)
-        indices, height = self.selected.indices, self.selected.query_block
-        count = len(list_heads(self.selected, self.pairs, own))
-        rows, width = indices.shape[2] * height, indices.shape[3] * self.selected.block_size
-        keys = torch.empty(batch, count, rows, width, dtype=torch.int32, device=step.q.device)
-        blocks = keys.unflatten(2, (-1, height))
-        for (b, share, at), chosen, visible in visible_keys(self.selected, self.pairs, places, batch, own):
-            blocks[b, share, at] = torch.where(visible, chosen.keys[:, None], -1).int()
-        return keys[:, :, :length].contiguous()
-
-    def _launch_sums(self, step: ForwardStep, keys: Tensor, found: Tensor, places: Tensor) -> Launch:
-        """Prepare the launch. found: result, like keys"""
-        q, k = step.q, step.k
-        share, group = q.shape[1] // keys.shape[1], q.shape[1] // k.shape[1]
+    def _launch_sums(
+        self, step: ForwardStep, part: tuple[int, slice, slice], where: Places, keys: Tensor, found: Tensor
+    ) -> Launch:
+        """Prepare the launch for a part of the queries, a batch row, heads that share a list, and rows. keys:
+        rows of the buffer that they see, -1 for none, [rows, width]; found: result, like keys"""
+        b, heads, rows = part
+        own, group = slice(b, b + 1), step.q.shape[1] // step.k.shape[1]
+        share = heads.stop - heads.start
+        kv_heads = slice(heads.start // group, -(-heads.stop // group))
+        q, k, lse = step.q[own, heads, rows], step.k[own, kv_heads], self.lse[own, heads, rows]
         dim, arch = q.shape[3], self.base.arch or architecture(q.device)
-        heads = heads_of_tile(min(share, group), 1, selected_rows(arch, dim, q.dtype))
-        config = selected("forward", arch, heads, dim, q.dtype)
+        tile = heads_of_tile(min(share, group), 1, selected_rows(arch, dim, q.dtype))
+        config = selected("forward", arch, tile, dim, q.dtype)
         values = {
-            **{name: view(x) for name, x in (("q", q), ("k", k), ("lse", self.lse))},
+            **{name: view(x) for name, x in (("q", q), ("k", k), ("lse", lse))},
             "sums": found,
-            "entries": SelectedEntries(keys, *keys.shape[1:]),
-            "places": places_of(self.selected, places, q, k),
+            "entries": SelectedEntries(keys, 1, *keys.shape),
+            "places": places_of_part(where, b, rows),
             "score_mod": self.base.mods.score,
-            "origin": Origin(self.base.first_row, self.base.first_head),
+            "origin": Origin(self.base.first_row + b, self.base.first_head + heads.start),
             "SCALE": self.base.scale,
-            "GROUP": group,
+            "GROUP": min(share, group),
             "SHARE": share,
-            "TILING": QueryTiling(heads, 1, 1, 1),
+            "TILING": QueryTiling(tile, 1, 1, 1),
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
             "QK": channels(dim, 128),
             "PRECISION": self.base.options.get("PRECISION", "ieee"),
         }
         kernel = selected_probabilities_kernel
-        grid = check_grid(q.shape[2], keys.shape[1], q.shape[0])
+        grid = check_grid(len(keys), 1, 1)
         return Launch(kernel, grid, [values[name] for name in kernel.arg_names], config, [])
+
+
+def places_of_part(places: Places, b: int, rows: slice) -> Places:
+    """Return the positions of some queries of a batch row, and of the buffer's rows."""
+    queries, keys = (x[b % len(x)][None] for x in (places.queries, places.keys))
+    count = rows.stop - rows.start
+    return places._replace(
+        queries=queries[:, rows], query_stride=0, keys=keys, key_stride=0, num_queries=count
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.upload import DeviceCopy
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.runs.block_runs import ABSENT, Kind
 from tritoncp.mods.tracing import vmapped
@@ -36,15 +37,20 @@ class VisiblePairs:
         """Number of keys."""
         return self.mask.kv_len
 
-    @cached_property
+    @property
     def kinds(self) -> Tensor:
         """Kind of each block, uint8 [Bm, Hm, rows, columns], ABSENT for one that is not listed."""
-        return self.mask.runs.to_kinds().to(self.device)
+        return self._tables.on_current_stream()[0]
+
+    @property
+    def _interval(self) -> Sequence[Tensor]:
+        """Begin and end of the keys of each query in masked blocks, int32 [Bm, Hm, q_len], or nothing."""
+        return self._tables.on_current_stream()[1:]
 
     @cached_property
-    def _interval(self) -> tuple[Tensor, Tensor] | None:
-        interval = self.mask.interval
-        return None if interval is None else (interval[0].to(self.device), interval[1].to(self.device))
+    def _tables(self) -> DeviceCopy[Sequence[Tensor]]:
+        tables = [self.mask.runs.to_kinds(), *(self.mask.interval or ())]
+        return DeviceCopy(tables, self.device, lambda *copies: copies)
 
     @property
     def reads_heads(self) -> bool:
@@ -64,7 +70,7 @@ class VisiblePairs:
         head = heads[:, None, None] if mask.H > 1 else torch.zeros_like(heads)[:, None, None]
         kind = kinds[head, rows // mask.q_block, columns // mask.kv_block]
         shown, masked = kind != ABSENT, kind == Kind.MASKED
-        no_mod = self.mask_mod is None and self._interval is None
+        no_mod = self.mask_mod is None and not self._interval
         if no_mod or (self.device == CPU and not bool(masked.any())):
             return shown
         return shown & (~masked | self._shown_in_masked_blocks(b, heads, q_idx, kv_idx))
@@ -72,7 +78,7 @@ class VisiblePairs:
     def _shown_in_masked_blocks(self, b: int, heads: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return what the row intervals or the mask_mod show."""
         stale = (self.mask.reads[0] and b >= self.mask.B) or (self.mask.reads[1] and self.mask.H == 1)
-        if self._interval is not None and not stale:
+        if self._interval and not stale:
             bounds = [bound[b if len(bound) > 1 else 0] for bound in self._interval]  # [Hm, q_len]
             head = heads[:, None] if len(bounds[0]) > 1 else torch.zeros_like(heads)[:, None]
             lo, hi = (bound[head, q_idx[:, None]][..., None] for bound in bounds)

@@ -24,6 +24,7 @@ from tritoncp import (
     select_keys,
 )
 from tritoncp.reference.dense import dense_attention
+from tritoncp.selection import lists
 
 F64 = torch.float64
 AUX = SelectionAuxRequest(probabilities=True)
@@ -132,7 +133,9 @@ def test_probabilities_are_those_of_dense_attention(name: str, cpu_engine: None)
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_kernels_compute_the_probabilities(name: str) -> None:
+def test_kernels_compute_the_probabilities(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries in parts of 42, or of one block where blocks are selected."""
+    monkeypatch.setattr(lists, "PAIRS", 1 << 8)
     check(name)
 
 

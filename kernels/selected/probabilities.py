@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tritoncp.kernels.backward import load_lse
 from tritoncp.kernels.scores import dot_nt, probabilities, to_log2
-from tritoncp.kernels.selected import load_positions, selected_queries
+from tritoncp.kernels.selected.attention import load_positions, selected_queries
 from tritoncp.kernels.tiles import HeadRows, accumulator_dtype, load_pieces
 
 

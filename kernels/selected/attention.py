@@ -1,8 +1,9 @@
-"""Attention to keys that are selected at run time: forward, dQ and dK/dV of one step.
+"""Attention to keys that are selected at run time: forward, dQ, and dK/dV of blocks of keys, of one step.
 
 The query heads that share their keys lie in one tile. Keys that are selected one by one are gathered by their
-rows in the buffer; of a selected block of keys, whole tiles are read. dK and dV are computed from transposed
-lists, of the queries that selected any key of a tile, in fixed order.
+rows in the buffer; of a selected block of keys, whole tiles are read. dK and dV of blocks are computed from
+transposed lists, of the queries that selected a block, in fixed order; those of single keys in
+`gradients.py`.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +38,6 @@ from tritoncp.kernels.tiles import (
     stream_pieces,
 )
 
-KEYS_OF_TILE: tl.constexpr = tl.constexpr(16)  # of dK/dV of single keys, a bit of an int32 for each
 HIDDEN_KIND: tl.constexpr = tl.constexpr(3)  # `ABSENT` of tritoncp/masks/runs/block_runs.py
 MASKED_KIND: tl.constexpr = tl.constexpr(0)
 
@@ -61,20 +61,17 @@ class SelectedLists(NamedTuple):
 
 
 class TransposedLists(NamedTuple):
-    """The rows of a selection that see any of the KEYS_OF_TILE keys of a tile of the buffer, or that selected
-    a block of keys.
+    """The rows of a selection that selected a block of keys.
 
-    ptr:  int32 [B, Hs, tiles + 1], first entry of each tile; or of the rows that see a block in part, and of
-          those that see it whole, [B, Hs, 2 * blocks + 1]
-    rows: int32 [B, Hs, entries], ascending in each tile
-    bits: int32 [B, Hs, entries, queries], a bit for each key of the tile that the query sees; None for blocks
+    ptr:  int32 [B, Hs, 2 * blocks + 1], first entry of the rows that see a block in part, and of those that
+          see it whole
+    rows: int32 [B, Hs, entries], ascending in each range
     """
 
     ptr: Any
     rows: Any
-    bits: Any
     stride_b: Any  # in heads
-    tiles: Any
+    blocks: Any
     entries: Any
 
 
@@ -243,6 +240,22 @@ def selected_queries(
         o_q = load_positions(places.queries, places.query_stride, i_b, rows.offsets, m_m)
         m_m = m_m & (o_q >= 0)
     return rows, Queries(i_b + origin.batch, rows.head_column + origin.head, o_q[:, None], m_m)
+
+
+@triton.jit
+def key_queries(
+    i_b, i_h0, i_row, i_part, m_m, o_m, places, origin, HAS_PADDING: tl.constexpr, TILING: tl.constexpr
+):
+    """The queries of parts of rows of the selection for a tile of keys, of which they are columns: (where
+    they lie, as mods see them). Padding is absent, since a product with 0 would keep a NaN that it holds."""
+    rows, m_m = query_tile(i_b, i_h0, i_row, i_part, m_m, o_m, places, TILING)
+    o_q = rows.offsets
+    if HAS_PADDING:
+        o_q = load_positions(places.queries, places.query_stride, i_b, o_q, m_m)
+        m_m = m_m & (o_q >= 0)
+        offsets = tl.where(m_m, rows.offsets, rows.count)
+        rows = HeadRows(i_b, rows.head, rows.head_column, rows.first, offsets, rows.count)
+    return rows, Queries(i_b + origin.batch, (rows.head + origin.head)[None, :], o_q[None, :], m_m)
 
 
 @triton.jit
@@ -446,48 +459,35 @@ def selected_dq_kernel(
 
 
 @triton.jit
-def buffer_tile(places, i_b, i_hkv, i_tile, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
-    """Tile ``i_tile`` of the buffer, or of the positions if blocks of keys are selected."""
-    if BLOCK == 1:
-        o_n = tl.arange(0, BLOCK_N)
-        o_key = i_tile * BLOCK_N + o_n
-        p_pos = places.keys + i_b.to(tl.int64) * places.key_stride + o_key
-        o_kv = tl.load(p_pos, mask=o_key < places.num_keys, other=-1)
-        # Rows that hold no key of this batch row may hold one of another, and are neither read nor written.
-        offsets = tl.where(o_kv >= 0, o_n, BLOCK_N)
-        rows = HeadRows(i_b, i_hkv, i_hkv, i_tile * BLOCK_N, offsets, BLOCK_N)
-        return KeyTile(rows, o_kv >= 0, o_kv, i_tile * BLOCK_N)
-    else:
-        return position_tile(places, i_b, i_hkv, i_tile * BLOCK_N, BLOCK_N)
-
-
-@triton.jit
 def listed_queries(
-    lists, places, score_mod, origin, i_b, i_h0, o_list, i_e, end, o_m,
-    TILING: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    lists, places, origin, i_b, i_h0, o_list, i_e, end, o_m, TILING: tl.constexpr, ENTRIES: tl.constexpr
+):
     """The queries of parts i_e : i_e + ENTRIES of the rows of a transposed list: (where they lie, as mods see
-    them, the keys that each sees as bits)."""
+    them)."""
     o_e = o_m // (TILING.heads * TILING.piece)
     m_e = (o_e < ENTRIES) & (i_e + o_e < end)
     o_entry = o_list * lists.entries + (i_e + o_e) // TILING.parts
     i_part = (i_e + o_e) % TILING.parts
     i_row = tl.load(lists.rows + o_entry, mask=m_e, other=0)
-    b_bits = o_m
-    if BLOCK == 1:
-        o_p = i_part * TILING.piece + o_m % TILING.piece
-        m_e = m_e & (o_p < TILING.queries)
-        b_bits = tl.load(lists.bits + o_entry * TILING.queries + o_p, mask=m_e, other=0)
-        m_e = b_bits != 0  # queries that see no key may be padding, which is not initialised
-    rows, m_m = query_tile(i_b, i_h0, i_row, i_part, m_e, o_m, places, TILING)
-    o_q = rows.offsets
-    if score_mod.fn is not None or BLOCK > 1:
-        o_q = load_positions(places.queries, places.query_stride, i_b, o_q, m_m)
-    if BLOCK > 1:
-        m_m = m_m & (o_q >= 0)
-        offsets = tl.where(m_m, rows.offsets, rows.count)
-        rows = HeadRows(i_b, rows.head, rows.head_column, rows.first, offsets, rows.count)
-    return rows, Queries(i_b + origin.batch, (rows.head + origin.head)[None, :], o_q[None, :], m_m), b_bits
+    return key_queries(i_b, i_h0, i_row, i_part, m_e, o_m, places, origin, True, TILING)
+
+
+@triton.jit
+def add_key_gradients(
+    b_dk, b_dv, b_k, b_v, b_q, b_do, lse, delta, rows, queries, o_kv, m_in, m_n,
+    score_mod, score_grad, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the part of a tile of queries to dK / SCALE and dV of a tile of keys. m_in: visible pairs
+    [N, M]"""
+    m_m = queries.present
+    b_lse = load_lse(lse, rows, m_m, score_mod)[None, :]
+    b_pre, b_s = to_log2(dot_nt(b_k, b_q, PRECISION), queries, o_kv, score_mod, SCALE)  # [N, M]
+    b_p = tl.where(m_in, probabilities(b_s, b_lse), 0.0)  # P^T = exp(S'^T - lse) [N, M]
+    b_dv = add_dot(b_dv, b_p, b_do, PRECISION)  # dV += P^T dO [N, E]
+    b_delta = load_stat(delta, rows, m_m)[None, :]
+    b_ds = tl.where(m_in, b_p * (dot_nt(b_v, b_do, PRECISION) - b_delta), 0.0)  # dS'^T [N, M]
+    b_ds = score_gradients(b_ds, b_pre, queries, o_kv, m_in, m_n, score_mod, score_grad)
+    return add_dot(b_dk, b_ds, b_q, PRECISION), b_dv  # dK += dS^T Q [N, D]
 
 
 @triton.jit
@@ -513,57 +513,46 @@ def selected_dkdv_kernel(
     TILING: tl.constexpr,  # QueryTiling, of heads that share a head of the selection and a KV head
     ENTRIES: tl.constexpr,  # parts of rows of the selection in a tile
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # KEYS_OF_TILE, or keys of a tile of a block
-    BLOCK: tl.constexpr,  # keys of a selected block, or 1
+    BLOCK_N: tl.constexpr,  # keys of a tile of a block
+    BLOCK: tl.constexpr,  # keys of a selected block
     QK: tl.constexpr,
     VO: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV of a tile of keys of a KV head."""
+    """dK and dV of a tile of keys of a KV head, where blocks of keys are selected."""
     ACC: tl.constexpr = accumulator_dtype(q.ptr.dtype.element_ty)
     i_tile = tl.program_id(0)
     i_hkv = tl.program_id(1)
     i_b = tl.program_id(2)
-    o_n = tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
-    kv = buffer_tile(places, i_b, i_hkv, i_tile, BLOCK_N, BLOCK)
+    kv = position_tile(places, i_b, i_hkv, i_tile * BLOCK_N, BLOCK_N)
     o_kv = kv.pos[:, None]
     m_n = kv.present[:, None]
     b_k = load_pieces(k, kv.rows, QK)  # [N, D]
     b_v = load_pieces(v, kv.rows, VO)  # [N, E]
     b_dk = zeros_pieces(BLOCK_N, QK, ACC)  # [N, D]
     b_dv = zeros_pieces(BLOCK_N, VO, ACC)  # [N, E]
-    LISTED: tl.constexpr = BLOCK_N if BLOCK == 1 else BLOCK  # keys of a list
-    PHASES: tl.constexpr = 1 if BLOCK == 1 else 2
     for i_g in range(0, GROUP // TILING.heads):
         i_h0 = i_hkv * GROUP + i_g * TILING.heads
         o_list = i_b.to(tl.int64) * lists.stride_b + (i_h0 + FIRST) // SHARE
-        p_ptr = lists.ptr + o_list * (lists.tiles * PHASES + 1) + i_tile * BLOCK_N // LISTED * PHASES
-        for FULL in tl.static_range(0, PHASES):
+        p_ptr = lists.ptr + o_list * (lists.blocks * 2 + 1) + i_tile * BLOCK_N // BLOCK * 2
+        for FULL in tl.static_range(0, 2):  # rows that see the block in part, then whole
             end = tl.load(p_ptr + FULL + 1) * TILING.parts
             for i_e in tl.range(tl.load(p_ptr + FULL) * TILING.parts, end, ENTRIES):
-                rows, queries, b_bits = listed_queries(
-                    lists, places, score_mod, origin, i_b, i_h0, o_list, i_e, end, o_m, TILING,
-                    ENTRIES, BLOCK,
-                )  # fmt: skip
+                rows, queries = listed_queries(
+                    lists, places, origin, i_b, i_h0, o_list, i_e, end, o_m, TILING, ENTRIES
+                )
                 m_m = queries.present
-                if BLOCK == 1:
-                    m_in = ((b_bits[None, :] >> o_n[:, None]) & 1) != 0  # [N, M]
-                else:
-                    m_in = m_n & m_m[None, :]
-                    if not FULL:
-                        b_bounds = query_intervals(rule, rows, queries)
-                        m_in = m_in & shown_pairs(rule, rows, queries, b_bounds, kv.first, o_kv)
+                m_in = m_n & m_m[None, :]  # [N, M]
+                if not FULL:
+                    b_bounds = query_intervals(rule, rows, queries)
+                    m_in = m_in & shown_pairs(rule, rows, queries, b_bounds, kv.first, o_kv)
                 b_q = load_pieces(q, rows, QK)  # [M, D]
                 b_do = load_pieces(dout, rows, VO)  # [M, E]
-                b_lse = load_lse(lse, rows, m_m, score_mod)[None, :]
-                b_pre, b_s = to_log2(dot_nt(b_k, b_q, PRECISION), queries, o_kv, score_mod, SCALE)  # [N, M]
-                b_p = tl.where(m_in, probabilities(b_s, b_lse), 0.0)  # P^T = exp(S'^T - lse) [N, M]
-                b_dv = add_dot(b_dv, b_p, b_do, PRECISION)  # dV += P^T dO [N, E]
-                b_delta = load_stat(delta, rows, m_m)[None, :]
-                b_ds = tl.where(m_in, b_p * (dot_nt(b_v, b_do, PRECISION) - b_delta), 0.0)  # dS'^T [N, M]
-                b_ds = score_gradients(b_ds, b_pre, queries, o_kv, m_in, m_n, score_mod, score_grad)
-                b_dk = add_dot(b_dk, b_ds, b_q, PRECISION)  # dK += dS^T Q [N, D]
+                b_dk, b_dv = add_key_gradients(
+                    b_dk, b_dv, b_k, b_v, b_q, b_do, lse, delta, rows, queries, o_kv, m_in, m_n,
+                    score_mod, score_grad, SCALE, PRECISION,
+                )  # fmt: skip
     store_pieces(dk, kv.rows, scale_pieces(b_dk, SCALE), QK, ADD)
     store_pieces(dv, kv.rows, b_dv, VO, ADD)

@@ -1,0 +1,1 @@
+"""Kernels of keys that are selected at run time."""
