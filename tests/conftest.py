@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+gc.disable()  # until all tests are collected: their objects stay, and each search of them takes a second
 if not os.access(os.path.expanduser("~"), os.W_OK):  # Triton and tritoncp keep their caches at home
     os.environ["HOME"] = tempfile.mkdtemp()
 HAS_GPU = torch.cuda.is_available()
@@ -113,13 +114,17 @@ def draw(count: int, items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if item in drawn]
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
     """Hide the objects that all tests share from the garbage collector: collections neither search them nor
     write to their memory, which a forked process would copy. Fewer collections spare compilers, which make
     many objects, a twentieth of their time."""
+    result = yield
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
+    return result
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -99,6 +100,9 @@ def test_torchrun_is_refused(monkeypatch, tmp_path):
 
 
 def test_an_error_of_a_rank_is_reported_once_with_its_number(monkeypatch):
+    if not torch.cuda.is_available():  # forked ranks need not import torch; the demo above spawns its own
+        fork = partial(torch.multiprocessing.start_processes, start_method="fork")
+        monkeypatch.setattr(torch.multiprocessing, "start_processes", fork)
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # ranks read it, as the command sets it
     impossible = TrainingConfig(seq_len=256, steps=1, shape=ModelShape(heads=3, kv_heads=2, layers=1))
     with pytest.raises(RankFailed) as failed:

@@ -16,7 +16,7 @@ def run_sample(count: int, *rooms: str, marks: str, **environment: str) -> None:
 
 @pytest.mark.interpreted
 def test_tests_of_kernels_and_mods_pass_without_patches() -> None:
-    run_sample(24, "tests/kernels", "tests/mods", marks="not long and not nightly", TRITON_INTERPRET="1")
+    run_sample(16, "tests/kernels", "tests/mods", marks="not long and not nightly", TRITON_INTERPRET="1")
 
 
 @pytest.mark.long

@@ -163,6 +163,12 @@ LONG = [
     *[(DENSE, *cut, mask, None, torch.bfloat16) for mask in MASKS for cut in CUTS if mask != "two-sided"],
     *[(SORTED, *cut, "causal", score, torch.float32) for score in (by_batch, biased) for cut in CUTS],
 ]
+AT_NIGHT = {  # of each shape, mask and score_mod two of the three cuts by sequence, in turn
+    case
+    for i, of_one in enumerate(LONG[at : at + len(CUTS)] for at in range(2, len(LONG), len(CUTS)))
+    for case in of_one
+    if case[1] == "seq" and case[2] != 2 + i % 3
+}
 
 
 @lru_cache(1)
@@ -175,7 +181,13 @@ def run_case(case: tuple[Any, ...]) -> tuple[Case, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)],
+    [
+        *CASES,
+        *(
+            pytest.param(case, marks=pytest.mark.nightly if case in AT_NIGHT else pytest.mark.long)
+            for case in LONG
+        ),
+    ],
     ids=lambda case: (
         f"{case[0].dispatch if case[0].experts else 'mlp'}-{case[0].layers}-{case[1:4]}"
         f"-{getattr(case[4], '__name__', None)}-{case[5]}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.chunking.models import compiled
+from tests.draws import by_turns
 from tritoncp import Selection, causal, create_block_mask, flex_attention, select_keys
 from tritoncp.chunking import Eager, chunk, mark
 from tritoncp.chunking.report import ChunkingError
@@ -73,8 +74,7 @@ def agree(got: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("dim", ["seq", "batch"])
-@pytest.mark.parametrize("recent", [0, 5])
+@pytest.mark.parametrize(("recent", "dim"), by_turns([0, 5], ["seq", "batch"]))
 def test_chunks_of_a_graph_attend_to_the_selected_keys(recent: int, dim: str) -> None:
     model, chosen = model_of(recent)
     want = step(model, model, chosen)

@@ -34,8 +34,14 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize(
+    ("method", "jobs"),
+    [
+        ("fork", 3),
+        ("spawn", 1),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("fork", 1), ("spawn", 3))),
+    ],
+)
 def test_a_lost_case_does_not_affect_other_cases(method, jobs):
     timeout = 4.0 if method == "fork" else 20.0
     batches = BATCHES if method == "fork" else [BATCHES[0], BATCHES[2]]

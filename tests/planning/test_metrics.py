@@ -54,7 +54,10 @@ def test_predicted_bytes_are_those_of_the_messages(
 ) -> None:
     name, schedule = mask_and_schedule
     monkeypatch.setattr(dry_run, "differing_turns", tuple)  # all turns
-    for world_size, shape in product((1, 4, 6), SHAPES.values()):
+    turn, pairs = [*MASKS].index(name), [*product((4, 6), SHAPES.values())]
+    # Each mask has half of the pairs, and the next mask the others.
+    halves = [pair for i, pair in enumerate(pairs) if (i + i // len(SHAPES) + turn) % 2]
+    for world_size, shape in [(1, Shape()), *halves]:
         plan = make_plan(MASKS[name], world_size=world_size, rank=0, balancer=balancer, schedule=schedule)
         if shape.batch < plan.batch:
             continue

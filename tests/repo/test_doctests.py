@@ -7,6 +7,7 @@ import pytest
 
 from tests.repo.test_imports import modules
 
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 COMPILED = "tritoncp.executor.device"  # its example runs in tests/compiled/test_device.py
 

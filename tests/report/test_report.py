@@ -46,7 +46,7 @@ PLANS = {
     "documents": document_plan(4096, 4),
     "one rank": document_plan(1024, 1),
     "one block": document_plan(128, 2),  # one rank has it, and the other schedules cost next to nothing
-    "many ranks": build(create_block_mask(sliding_window(512), 1, 1, 1 << 17, 1 << 17), 300),
+    "many ranks": build(create_block_mask(sliding_window(512), 1, 1, 1 << 14, 1 << 14), 40),
     "several heads": build(full_mask(1000, 300, B=2, H=3, block=(64, 32)), 3),
     "balancer compared": document_plan(4096, 4, "auto"),  # the longest reason
 }
