@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +17,7 @@ from tritoncp.selection.choice import ACTIVATIONS, KeyChoice, choose
 from tritoncp.selection.visible import VisiblePairs
 
 
+@functools.cache
 def mask_of(kind: str, length: int) -> Mask:
     third = length // 3
     mods = {
@@ -79,9 +82,9 @@ def test_chosen_keys_have_the_highest_scores(
     seed: int,
 ) -> None:  # fmt: skip
     g = torch.Generator().manual_seed(seed)
-    length, heads = 136 + 8 * (seed % 2), 4  # means of the last block are exact too
+    length, heads = 72 + 8 * (seed % 2), 4  # means of the last block are exact too
     activation = activation if activation in ("relu", "identity") else "relu"  # exact in any order of sums
-    choice = KeyChoice(7 + seed % 5, block_size, activation, pool, *forced)
+    choice = KeyChoice(1 + seed % 9, block_size, activation, pool, *forced)
     mask = mask_of(kind, length)
     if summed and mask.H > 1:
         mask = mask[:, 0]
