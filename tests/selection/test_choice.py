@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.draws import few
 from tritoncp import causal, create_block_mask, document
 from tritoncp.masks.mask import Mask
 from tritoncp.selection import choice as tiles
@@ -68,6 +69,7 @@ def sort_all_scores(
     return torch.nn.functional.pad(chosen, (0, choice.top - count), value=-1).sort(3).values.int()
 
 
+@few(2)
 @given(
     st.sampled_from(["causal", "documents", "a mask_mod of b and h", "the future"]),
     st.sampled_from([1, 16, 32]),
