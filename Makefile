@@ -61,7 +61,7 @@ oldest := .venv-oldest
 test-oldest: ## execute kernels that the oldest promised Triton compiles for Hopper
 	$(MAKE) --no-print-directory VENV=$(oldest) $(oldest)/.dev-ready
 	$(oldest)/bin/python -m pip install -qq --disable-pip-version-check triton==3.6.0
-	OMP_NUM_THREADS=1 $(oldest)/bin/python -m pytest --compiled sm_90 tests/compiled $(ARGS)
+	OMP_NUM_THREADS=1 $(oldest)/bin/python -m pytest --compiled sm_90 -m "not nightly" tests/compiled $(ARGS)
 
 # The suite on the newest torch and Triton that it is run with, in an environment of its own. That torch has CUDA:
 # 3 GB to fetch, also for a machine without a GPU.
