@@ -25,7 +25,7 @@ demo: $(VENV)/.demo-ready ## train a small model on 4 ranks and on one, and comp
 pytest := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest
 
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
-	$(pytest) $(draws) $(ARGS)
+	$(pytest) $(ARGS)
 
 # Without files that compile graphs, start processes, draw pictures or run many interpreted kernels.
 slow := graph/test_dynamo* report/* $(addprefix api/test_,layout.py log_lines.py parallel.py reshard.py roll.py \
@@ -61,7 +61,7 @@ oldest := .venv-oldest
 test-oldest: ## execute kernels that the oldest promised Triton compiles for Hopper
 	$(MAKE) --no-print-directory VENV=$(oldest) $(oldest)/.dev-ready
 	$(oldest)/bin/python -m pip install -qq --disable-pip-version-check triton==3.6.0
-	OMP_NUM_THREADS=1 $(oldest)/bin/python -m pytest --compiled sm_90 tests/compiled $(ARGS)
+	OMP_NUM_THREADS=1 $(oldest)/bin/python -m pytest --compiled sm_90 -m "not nightly" tests/compiled $(ARGS)
 
 # The suite on the newest torch and Triton that it is run with, in an environment of its own. That torch has CUDA:
 # 3 GB to fetch, also for a machine without a GPU.
@@ -80,9 +80,8 @@ another_cpu := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive OPENBLAS_CORETYPE=Presc
 find-compiler:
 	@command -v $(CXX) > /dev/null || { echo "make test-all needs a C++ compiler: apt-get install g++, or CXX=path"; exit 2; }
 
-test-all: draws := --hypothesis-profile=wide
 test-all: find-compiler test ## the suite, the tests marked long, and products of matrices as on another CPU
-	$(pytest) $(draws) -m "long and not integrations and not browser" $(ARGS)
+	$(pytest) --hypothesis-profile=wide -m "long and not integrations and not browser" $(ARGS)
 	PYTHONDONTWRITEBYTECODE= $(another_cpu) $(py) -m pytest $(products) $(no_products)
 
 # Uses the python3 that has torch, if there is one, with this checkout on the path; it also needs pytest, click and

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tritoncp
 from tests.distributed.test_schedules import record_requests
+from tests.draws import few
 from tests.multiprocess import ranks
 from tests.planning.test_placement import placements, random_mask
 from tests.report.sent_bytes import sent_bytes
@@ -114,6 +115,7 @@ def plans(draw: Callable) -> Plan:
 
 
 @cpu_engine
+@few(2)
 @given(plans(), st.sampled_from([1, 3]), st.booleans())
 def test_any_plan_gives_the_attention_of_expanded_keys(plan: Plan, heads: int, one_row: bool) -> None:
     x = inputs(plan.q.length, kv_batch=1 if one_row and plan.kv.batch == 1 else 2, heads=heads)

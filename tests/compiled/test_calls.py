@@ -53,10 +53,9 @@ RANKS = {
     ),
 }
 RANKS["ring, forward"] = replace(RANKS["ring"], loss="forward")
-# Each run has the calls whose kernels differ most, make test-all has all calls. Pointers in place of
-# descriptors are in test_launches.py.
-FIRST = "causal", "documents", "split keys"
-FIRST_RANKS = ("ring, forward",) if COMPILED == "sm_90" else ()  # ranks run on one architecture only
+# Each run has a call with a backward pass and one with split keys, make test-all has all calls. Pointers in
+# place of descriptors are in test_launches.py.
+FIRST = "causal", "split keys"
 TRANSPOSED = {
     "fused": replace(CALL, options={"FUSED_BACKWARD": True}),
     "flip": replace(CALL, length=300, kv_length=300, group=1, options={"bwd_FLIP": True}),
@@ -68,7 +67,6 @@ GLUON = {
     "once around its rings": replace(ROUTE, group=1, mask=("everything", 0), length=100, kv_length=700),
     "full tiles, then masked ones": replace(ROUTE, group=1, mask=("prefix", 550), length=100, kv_length=600),
 }
-FIRST_GLUON = "full tiles, then masked ones"
 
 
 @pytest.mark.parametrize(
@@ -78,16 +76,14 @@ def test_call(name: str) -> None:
     check(ONE_STEP[name])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in FIRST_RANKS)) for name in RANKS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", RANKS)
 def test_ranks(name: str) -> None:
     check(RANKS[name])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "flip")) for name in TRANSPOSED]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRANSPOSED)
 def test_transposed_products(name: str) -> None:
     """They are refused where GPUs are reported to compute them wrong."""
     with nullcontext() if fused_fault(COMPILED) is None else pytest.raises(ValueError, match="kernel option"):
@@ -102,9 +98,8 @@ def route_is_taken() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != FIRST_GLUON)) for name in GLUON]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", GLUON)
 def test_gluon(name: str) -> None:
     """Full tiles around the rings before masked ones, masked blocks alone, and full tiles alone.
 

@@ -8,6 +8,7 @@ import torch
 from tests.kernels import test_invariant as laws
 
 
+@pytest.mark.long
 def test_a_row_has_the_same_bits_on_ranks() -> None:
     laws.test_bits_do_not_depend_on_ranks_schedule_and_placement("causal", (4, "ulysses", None))
 

@@ -52,10 +52,8 @@ def check(x: QKV, mask: tritoncp.Mask | None) -> None:
     agree(run(x, mask, start=start), oracle(x, mask, start=start), TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(x, marks=[pytest.mark.long] * (x in ("rows inside", "odd rows"))) for x in LAYOUTS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
     """Triton compiles other code for an address or stride that is no multiple of 16, a stride of 1, and one
     past int32."""
@@ -66,6 +64,7 @@ def test_layouts(layout: str) -> None:
     check(x, CAUSAL)
 
 
+@pytest.mark.long
 def test_a_last_block_that_is_listed_as_full() -> None:
     """Its rows have no interval: only the end of the keys hides the columns after it."""
     number, index = torch.tensor([[[1, 1]]]), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
@@ -86,6 +85,7 @@ def test_sizes(queries: int, keys: int) -> None:
     check(qkv(queries, keys, heads=2, kv_heads=1, dim=32, dtype=BF16), mask)
 
 
+@pytest.mark.long
 def test_results_do_not_depend_on_the_order_of_execution() -> None:
     """The seed orders programs, warps and atomics; out, dQ, dK and dV have equal bits."""
     x = qkv(100, heads=2, kv_heads=1, dim=64, dtype=BF16)
@@ -126,6 +126,7 @@ def test_more_programs_than_a_dimension_of_a_grid_holds() -> None:
     torch.testing.assert_close(out, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16])
 def test_float64_behind_a_table_of_few_bits(dtype: torch.dtype) -> None:
     """Triton chooses the layout of a product by the narrowest load behind it, and fails for float64."""
@@ -136,6 +137,7 @@ def test_float64_behind_a_table_of_few_bits(dtype: torch.dtype) -> None:
     agree(run(x, mask, start=start), oracle(x, mask, start=start))
 
 
+@pytest.mark.long
 def test_a_score_that_differs_between_heads_alone() -> None:
     x, table = qkv(40, heads=2, kv_heads=1, dim=16), [torch.randn(2)]
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 40, 40, BLOCK_SIZE=16)

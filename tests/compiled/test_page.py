@@ -5,11 +5,14 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.conftest import COMPILED
 
 PAGE = (Path(__file__).parents[2] / "docs/compiled_kernels.md").read_text()
 
 
+@pytest.mark.long
 def test_the_page_shows_the_fault_of_its_program(tmp_path: Path, capsys: Any) -> None:
     (program,) = re.findall("```python\n(.*?)```", PAGE, re.S)
     (printed,) = re.findall("```\n(right: .*?)```", PAGE, re.S)

@@ -104,7 +104,12 @@ def drawn(block_size: int, query_block: int = 1) -> Selection:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "query_block"), [(1, 1), (16, 1), pytest.param(32, 24, marks=pytest.mark.nightly)]
+    ("block_size", "query_block"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.long),
+        pytest.param(16, 1, marks=pytest.mark.long),
+        pytest.param(32, 24, marks=pytest.mark.nightly),
+    ],
 )
 def test_indices_of_no_key_are_read_as_no_address(block_size: int, query_block: int) -> None:
     """Indices past the end that nothing checked, and below -1, give the bits of -1. The executor faults at
@@ -131,7 +136,10 @@ def test_chunks_of_queries_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(x, y, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("block_size", [1, pytest.param(16, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "block_size",
+    [pytest.param(1, marks=pytest.mark.long), pytest.param(16, marks=pytest.mark.nightly)],
+)
 def test_bits_do_not_depend_on_the_order_of_execution(block_size: int) -> None:
     """The seed orders programs and warps, and the executor reports races."""
     results = []

@@ -138,9 +138,18 @@ def torchs(x: QKV, mask: tritoncp.Mask, score: Callable | None, start: tuple[Ten
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("modified", [False, True], ids=["plain", "alibi"])
-@pytest.mark.parametrize("dim", [64, 80])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "modified"),
+    [
+        pytest.param(dtype, dim, modified, id=f"{dtype}-{dim}-{'alibi' if modified else 'plain'}")
+        for dtype, dim, modified in (
+            (torch.bfloat16, 64, False),
+            (torch.bfloat16, 80, True),
+            (torch.float16, 64, True),
+            (torch.float16, 80, False),
+        )
+    ],
+)
 @pytest.mark.bar(1)
 def test_half_precision_errs_no_more_than_twice_torch(
     dtype: torch.dtype, dim: int, modified: bool, monkeypatch: pytest.MonkeyPatch

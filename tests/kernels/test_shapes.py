@@ -1,6 +1,7 @@
 """Any head dim, length, block, stride and head count: forward and backward against the oracle."""
 
 from collections.abc import Callable
+from functools import cache
 from itertools import cycle, product
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.kernels.support.harness import F32, F64, QKV, agree, check, cotangents, qkv, run, same
-from tritoncp import and_masks, causal, document, full_mask, sliding_window
+from tests.kernels.support.harness import F32, F64, QKV, Results, agree, check, cotangents, qkv, run, same
+from tritoncp import Mask, and_masks, causal, document, full_mask, sliding_window
 from tritoncp.masks import create_block_mask
 
 DIMS = [16, 24, 40, 64, 80, 96, 128, 192, 256]
@@ -59,19 +60,26 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@cache
+def results_of_contiguous_tensors(engine: str) -> tuple[QKV, Mask, tuple[Tensor, Tensor], Results]:
+    """Draw tensors and gradients, and compute the results once for all layouts."""
+    x = qkv(20, 30, batch=2, heads=2, kv_heads=1, dim=24, v_dim=40)
+    mask = create_block_mask(causal(), None, None, 20, 30, BLOCK_SIZE=16)
+    start = cotangents(x)
+    return x, mask, start, run(x, mask, start=start)
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.bar(8)
 def test_strides_do_not_matter(layout: str, engine: str) -> None:
     """q, k, v and the gradient of out have any layout; the answers equal those of contiguous tensors, in
     kernels bit for bit. If channels are not adjacent, compiled threads sum out * dout in another order."""
-    x = qkv(20, 30, batch=2, heads=2, kv_heads=1, dim=24, v_dim=40)
-    mask = create_block_mask(causal(), None, None, 20, 30, BLOCK_SIZE=16)
-    dout, dlse = cotangents(x)
+    x, mask, (dout, dlse), want = results_of_contiguous_tensors(engine)
     move = LAYOUTS[layout]
     moved = QKV(*(move(t) for t in x))
     assert not moved.q.is_contiguous() or layout == "off by one element"
-    got, want = run(moved, mask, start=(move(dout), dlse)), run(x, mask, start=(dout, dlse))
+    got = run(moved, mask, start=(move(dout), dlse))
     (agree if layout == "channels before rows" or engine == "cpu" else same)(got, want)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from tests.draws import few
 from tests.masks.random_masks import MaskText, assert_same_lists
 from tritoncp.masks import create_block_mask
 from tritoncp.masks.classification.interval_arithmetic import (
@@ -107,6 +108,7 @@ def check_blocks(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
+@few(2)
 @given(
     expressions(),
     st.integers(1, LENGTH),

@@ -102,6 +102,7 @@ def test_intervals_equal_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None
         assert bool((((lo >= 0) & (lo < hi) & (hi <= kv_len)) | ((lo == 0) & (hi == 0))).all())
 
 
+@few(2)
 @example(one=DESCENDING, two=causal(), q_len=N, kv_len=N)
 @given(simple_forms(), simple_forms(), lengths, lengths)
 def test_every_mask_of_one_interval_per_row_has_intervals(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritoncp
+from tests.draws import few
 from tritoncp import block_diffusion, create_block_mask, draft_blocks
 from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import dense_attention
@@ -73,6 +74,7 @@ def test_a_draft_sees_the_document_before_its_anchor_and_itself(case, size: int)
         assert torch.equal(alone(None, None, torch.arange(rows)[:, None], torch.arange(n + rows)), expected)
 
 
+@few(2)
 @given(drafts(), st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_anchors_of_batch_rows_are_those_of_each_row_alone(case, size: int, world: int, random) -> None:
     """Keys of drafts are with their queries in every row."""
@@ -143,7 +145,7 @@ def test_block_diffusion_on_eight_ranks_sends_no_corrupted_key() -> None:
 
 
 @given(drafts(), st.integers(2, 4), st.sampled_from(["allgather", "ring", "fetch", "ulysses"]), st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_drafts_attend_as_dense_attention(case, size: int, schedule: str, of_rows: bool) -> None:
     lengths, anchors, block = case
     n, rows = sum(lengths), len(anchors) * block

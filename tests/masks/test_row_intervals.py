@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 import tritoncp
+from tests.draws import few
 from tests.masks.random_masks import MaskText, assert_same_lists
 from tritoncp.masks.classification import solve
 from tritoncp.masks.classification.row_intervals import MOST, RowIntervals
@@ -84,6 +85,7 @@ def mask_texts(draw: st.DrawFn) -> MaskText:
     return MaskText(expression(2), captures)
 
 
+@few(2)
 @given(mask_texts())
 def test_drawn_masks_have_torchs_blocks_and_exact_intervals(drawn: MaskText) -> None:
     sizes = B, H, ROWS, KEYS

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.draws import few
 from tritoncp import causal, create_block_mask, document
 from tritoncp.masks.mask import Mask
 from tritoncp.selection import choice as tiles
@@ -15,6 +18,7 @@ from tritoncp.selection.choice import ACTIVATIONS, KeyChoice, choose
 from tritoncp.selection.visible import VisiblePairs
 
 
+@functools.cache
 def mask_of(kind: str, length: int) -> Mask:
     third = length // 3
     mods = {
@@ -65,6 +69,7 @@ def sort_all_scores(
     return torch.nn.functional.pad(chosen, (0, choice.top - count), value=-1).sort(3).values.int()
 
 
+@few(2)
 @given(
     st.sampled_from(["causal", "documents", "a mask_mod of b and h", "the future"]),
     st.sampled_from([1, 16, 32]),
@@ -79,9 +84,9 @@ def test_chosen_keys_have_the_highest_scores(
     seed: int,
 ) -> None:  # fmt: skip
     g = torch.Generator().manual_seed(seed)
-    length, heads = 136 + 8 * (seed % 2), 4  # means of the last block are exact too
+    length, heads = 136 + 8 * (seed % 2), 4  # two tiles of rows; means of the last block are exact too
     activation = activation if activation in ("relu", "identity") else "relu"  # exact in any order of sums
-    choice = KeyChoice(7 + seed % 5, block_size, activation, pool, *forced)
+    choice = KeyChoice(1 + seed % 9, block_size, activation, pool, *forced)
     mask = mask_of(kind, length)
     if summed and mask.H > 1:
         mask = mask[:, 0]

@@ -27,8 +27,8 @@ from tritoncp.selection.triton_engine import SelectedTritonEngine
 from tritoncp.selection.visible import VisiblePairs
 
 F64 = torch.float64
-LENGTH = 50
-ENDS = torch.tensor([50, 33])
+LENGTHS = {1: 20, 16: 34}  # by block_size: three blocks of the mask, the last one ragged
+ENDS = torch.tensor([34, 13])
 
 
 def padded(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -36,8 +36,10 @@ def padded(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 MASKS: dict[str, Any] = {
-    "causal": lambda: create_block_mask(causal(), 1, 1, LENGTH, LENGTH, BLOCK_SIZE=16),
-    "a mask_mod of b and h": lambda: create_block_mask(padded, 2, 4, LENGTH, LENGTH, BLOCK_SIZE=(16, 32)),
+    "causal": lambda n, block: create_block_mask(causal(), 1, 1, n, n, BLOCK_SIZE=block),
+    "a mask_mod of b and h": lambda n, block: create_block_mask(
+        padded, 2, 4, n, n, BLOCK_SIZE=(block, 2 * block)
+    ),
 }
 
 
@@ -49,11 +51,14 @@ def draw(shape: tuple[int, ...], count: int, blocks: int, g: torch.Generator) ->
     return indices.int()
 
 
-CASES = [  # (engine, mask, block_size, query_block, heads of the selection, ranks, schedule)
-    *itertools.product(["cpu"], MASKS, [1, 16], [1, 8], [1, 2, 4], [1], ["allgather"]),
-    *itertools.product(["cpu"], MASKS, [1], [1, 8], [2], [3], ["allgather", "ring", "fetch"]),
-    *itertools.product(["cpu"], MASKS, [1], [1, 8], [1, 2, 4], [3], ["ulysses"]),
-    *itertools.product(["cpu"], MASKS, [16], [8], [1, 2], [6], ["ulysses", "ulysses+ring"]),
+ON_CPU = [  # (block_size, query_block, heads of the selection, ranks, schedule)
+    *itertools.product([1, 16], [1, 8], [1, 2, 4], [1], ["allgather"]),
+    *itertools.product([1], [1, 8], [2], [3], ["allgather", "ring", "fetch"]),
+    *itertools.product([1], [1, 8], [1, 2, 4], [3], ["ulysses"]),
+    *itertools.product([16], [8], [1, 2], [6], ["ulysses", "ulysses+ring"]),
+]
+CASES = [  # an engine and a mask before these
+    *(("cpu", mask, *case) for mask, case in zip(itertools.cycle(MASKS), ON_CPU)),
     ("triton", "a mask_mod of b and h", 1, 1, 1, 3, "ulysses"),
     ("triton", "causal", 1, 8, 1, 6, "ulysses+ring"),
     ("triton", "causal", 16, 8, 2, 3, "ulysses"),
@@ -73,26 +78,27 @@ def test_attention_to_selected_keys_equals_dense_attention(
     kind: str, mask_name: str, block_size: int, query_block: int, shares: int, world_size: int, schedule: str
 ) -> None:
     g = torch.Generator().manual_seed(5)
-    mask = MASKS[mask_name]()
+    length = LENGTHS[block_size]
+    mask = MASKS[mask_name](length, max(block_size, 8))
     q, k, v, dout = (
-        torch.randn(2, heads, LENGTH, d, generator=g, dtype=F64).requires_grad_()
+        torch.randn(2, heads, length, d, generator=g, dtype=F64).requires_grad_()
         for heads, d in ((4, 8), (2, 8), (2, 12), (4, 12))
     )
-    bias = torch.randn(4, generator=g, dtype=F64)
+    bias = torch.randn(4, generator=g, dtype=F64) / length
 
     def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return s + bias[h] * (q_idx - kv_idx) / LENGTH
+        return s + bias[h] * (q_idx - kv_idx)
 
     plans = [
         make_plan(mask, world_size=world_size, rank=rank, schedule=schedule) for rank in range(world_size)
     ]
-    shown = torch.zeros(2, shares, LENGTH, LENGTH, dtype=torch.bool)
+    shown = torch.zeros(2, shares, length, length, dtype=torch.bool)
     engines = []
     for plan in plans:
         at = plan.positions
         count = -(-at.shape[1] // query_block)
-        chosen = Selection(draw((2, shares, count), 6, -(-LENGTH // block_size), g), block_size, query_block)
-        dense = chosen.to_dense(LENGTH, at.shape[1])
+        chosen = Selection(draw((2, shares, count), 6, -(-length // block_size), g), block_size, query_block)
+        dense = chosen.to_dense(length, at.shape[1])
         for b, places in enumerate(at.expand(2, -1)):
             shown[b, :, places[places >= 0]] = dense[b, :, places >= 0]
         rows = SelectedRows(chosen.unique().indices, block_size, query_block, at, 4, 2, shares)

@@ -28,7 +28,7 @@ from tritoncp.selection import lists
 
 F64 = torch.float64
 AUX = SelectionAuxRequest(probabilities=True)
-S, BLOCK = 80, 16
+S, BLOCK = 48, 16
 
 
 class Case(NamedTuple):
@@ -52,7 +52,7 @@ CASES = {
     "blocks": Case(1, BLOCK, 8),
     "blocks of query heads": Case(4, BLOCK, 8, ranks=2, schedule="fetch"),
     "allgather": Case(ranks=3, scored=True),
-    "ring": Case(2, ranks=3, schedule="ring"),
+    "ring": Case(2, ranks=2, schedule="ring"),
     "fetch": Case(ranks=3, schedule="fetch"),
     "ulysses": Case(2, ranks=3, schedule="ulysses", scored=True),
     "ulysses and ring": Case(ranks=6, schedule="ulysses+ring"),
@@ -63,7 +63,7 @@ INTERPRETED = "tokens", "a mask by heads", "blocks", "KV heads, scores", "ring"
 def mask_of(by_head: bool) -> tritoncp.Mask:
     if by_head:
         return create_block_mask(lambda b, h, q, kv: kv <= q - h, 1, 4, S, S, BLOCK_SIZE=BLOCK)
-    return create_block_mask(causal() & document(lengths=[51, S - 51]), 1, 1, S, S, BLOCK_SIZE=BLOCK)
+    return create_block_mask(causal() & document(lengths=[29, S - 29]), 1, 1, S, S, BLOCK_SIZE=BLOCK)
 
 
 def qkv(seed: int = 0) -> list[Tensor]:
