@@ -53,6 +53,14 @@ def test_a_backward_pass_is_counted_beside_torchs_template() -> None:
     assert own["error"] < 0.02 and other["error"] < 0.02
 
 
+@pytest.mark.nightly
+def test_tiles_of_torch_that_do_not_fit_are_left_out() -> None:
+    """Its default tiles for heads of 512 need more shared memory than a block of an H100 has."""
+    own, *others = run("--arch", "sm_90", "--shape", "1x1,512,64", "--against", "torch")
+    assert own["error"] < 0.01 and own["spill_bytes"] == 0
+    assert all(other["who"] == "torch autotuned" and other["spill_bytes"] == 0 for other in others)
+
+
 def test_a_shape_gives_heads_widths_and_length() -> None:
     problem = parse_shape("4x2,64x32,512")
     assert (problem.dim, problem.v_dim, problem.kv_heads) == (64, 32, 2)

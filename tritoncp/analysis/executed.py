@@ -93,15 +93,20 @@ def count_tritoncp(call: ExecutedCall, arch: str, which: str) -> Row:
     return {"who": "tritoncp", "tiles": named, "error": error, **counts}
 
 
-def count_torch(call: ExecutedCall, job: TemplateJob, listed: bool = False) -> Row:
-    """Execute torch's template for the pass of a job, and return its counts. listed: whether the BlockMask
-    leaves out blocks without a selected pair, and not only blocks that the mask hides"""
+def count_torch(call: ExecutedCall, job: TemplateJob, listed: bool = False) -> Row | None:
+    """Execute torch's template for the pass of a job, and return its counts; None if its tiles do not fit
+    into shared memory. listed: whether the BlockMask leaves out blocks without a selected pair, and not only
+    blocks that the mask hides"""
     from torch._inductor.codecache import PyCodeCache
+    from triton.runtime.errors import OutOfResources
 
     tensors = template_tensors(call, job.template, listed)
     kernel: Any = PyCodeCache.load(write_source(job, tensors)).flex
     options = {"num_warps": job.warps, "num_stages": job.stages}
-    counts = _execute(lambda: kernel[job.grid](*tensors.values(), **options), job.arch, call.problem)
+    try:
+        counts = _execute(lambda: kernel[job.grid](*tensors.values(), **options), job.arch, call.problem)
+    except OutOfResources:
+        return None
     backward = job.template == "backward"
     results = [tensors[name] for name in (("DQ", "OUT", "DV") if backward else ("OUT",))]
     expected = call.grads if backward else [call.out]
@@ -115,9 +120,10 @@ def count_calls(
     problems: Sequence[Problem], archs: Sequence[str], which: str, against: str, as_json: bool,
     chosen: Chosen | None = None,
 ) -> None:  # fmt: skip
-    """Print the counts of a pass of calls: of tritoncp, then of torch with its default tile (against
-    "torch"), or with every candidate of autotuning that fits and does not spill ("autotuned"). With keys that
-    queries select, torch's mask_mod reads a table of pairs; further rows have it as a BlockMask too."""
+    """Print the counts of a pass of calls: of tritoncp, then of torch with its default tiles (against
+    "torch"), or with every candidate of autotuning that fits and does not spill ("autotuned"). If the default
+    tiles do not fit, as for heads of 512, the first such candidate is counted. With keys that queries select,
+    torch's mask_mod reads a table of pairs; further rows have it as a BlockMask too."""
     console, printed = make_console(), []
     for problem in problems:
         if against:
@@ -126,17 +132,19 @@ def count_calls(
         for arch in archs:
             rows = [count_tritoncp(call, arch, which)]
             for job in candidates(which, arch, problem) if against else ():
-                if not job.default and against != "autotuned":
-                    continue
+                if len(rows) > 1 and against != "autotuned":
+                    break
                 job = replace(job, selected=chosen.shares if chosen else 0)
                 for listed in (False,) if chosen is None else (False, True):
                     row = count_torch(call, job, listed)
-                    rows += [row] if job.default or not row["spill_bytes"] else []
+                    rows += [row] if row and (job.default or not row["spill_bytes"]) else []
             words = problem.mask, problem.score, problem.shape, chosen.name if chosen else ""
             title = f"{arch}, {which}, {' '.join(filter(None, words))}"
             printed += [{"call": title, **row} for row in rows]
             if not as_json:
                 show(rows, title, console)
+                if against and len(rows) == 1:
+                    console.print("torch: none of its tiles fits into shared memory without spills")
     if as_json:
         print(json.dumps(printed, indent=1))
     else:
