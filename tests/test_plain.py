@@ -19,9 +19,15 @@ def test_tests_of_kernels_and_mods_pass_without_patches() -> None:
     run_sample(16, "tests/kernels", "tests/mods", marks="not long and not nightly", TRITON_INTERPRET="1")
 
 
-@pytest.mark.long
 @pytest.mark.interpreted
-@pytest.mark.parametrize("interpret", ["0", "1"])
-def test_tests_of_all_rooms_pass_without_patches(interpret: str) -> None:
+@pytest.mark.parametrize(
+    ("interpret", "count"),
+    [
+        pytest.param("0", 200, marks=pytest.mark.long),
+        pytest.param("1", 50, marks=pytest.mark.long),
+        pytest.param("1", 200, marks=pytest.mark.nightly),  # without patches the interpreter is slow
+    ],
+)
+def test_tests_of_all_rooms_pass_without_patches(interpret: str, count: int) -> None:
     marks = "not long and not nightly and not browser and not integrations"
-    run_sample(200, marks=marks, TRITON_INTERPRET=interpret)
+    run_sample(count, marks=marks, TRITON_INTERPRET=interpret)

@@ -250,8 +250,13 @@ def test_interpreted_kernels_have_the_bits_of_eager_chunking():
     assert_same_bits(run.in_graph(), run.by_eager())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("shape", [DENSE, UNBIASED], ids=["mlp", "experts"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(DENSE, marks=pytest.mark.nightly, id="mlp"),
+        pytest.param(UNBIASED, marks=pytest.mark.long, id="experts"),
+    ],
+)
 def test_inductor_compiles_chunks(shape, cpu_engine):
     run = Case(shape, "seq", 2, MASKS["causal"]())
     model, cut = copy.deepcopy(run.model), Pass(dim="seq")

@@ -3,14 +3,12 @@
 Triton decides when it is imported whether it interprets.
 """
 
-from itertools import product
-
 import pytest
 
 from tests.command_process import python
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
-FIRST = ("sm_90", "not long")  # in every run: of the three it has the max number of kinds of instructions
+FIRST = "sm_90"  # of the three it has the max number of kinds of instructions
 
 
 def run_compiled(arch: str, *words: str) -> None:
@@ -23,8 +21,10 @@ def run_compiled(arch: str, *words: str) -> None:
 @pytest.mark.parametrize(
     ("arch", "which"),
     [
-        pytest.param(arch, which, marks=[pytest.mark.long] * ((arch, which) != FIRST))
-        for arch, which in product(ARCHS, ("not long", "long"))
+        pytest.param(FIRST, "not long"),
+        *(pytest.param(arch, "not long", marks=pytest.mark.long) for arch in ARCHS if arch != FIRST),
+        pytest.param(FIRST, "long", marks=pytest.mark.long),
+        *(pytest.param(arch, "long", marks=pytest.mark.nightly) for arch in ARCHS if arch != FIRST),
     ],
 )
 def test_calls_run_on_compiled_code(arch: str, which: str) -> None:

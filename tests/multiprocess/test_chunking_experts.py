@@ -170,7 +170,7 @@ def run_inductor(group: Any) -> dict[str, list[float]]:
     return losses | {"whole": train(group, whole, whole, steps=2)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_inductor_compiles_chunks_whose_sizes_are_read_from_data():
     for result in ranks.run(2, run_inductor, timeout=600):
         assert result["cut"] == pytest.approx(result["whole"], rel=1e-4)
