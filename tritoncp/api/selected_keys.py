@@ -120,7 +120,7 @@ def choose_on_host(
         with dispatch.fake_mode_of(query):
             return _choose_in_graph(query, key, weights, block_mask, choice, world)
     group = groups.group_by_name(world) if world else None
-    sizes = ShardSizes.of(query, key)._replace(selected=choice.top * choice.block_size)
+    sizes = _sizes_of(query, key, choice)
     mask = plan_cache.current_mask(block_mask)
     plan = plan_cache.plan_for(mask, sizes, group, ("select_keys", sizes, world))
     if dispatch.needs_dispatcher([query, key]):
@@ -129,12 +129,16 @@ def choose_on_host(
     return _gather_and_choose(query, key, weights, plan, choice, world)
 
 
+def _sizes_of(query: Tensor, key: Tensor, choice: KeyChoice) -> ShardSizes:
+    """Return the sizes by which a raw mask gets its plan, the one of the attention to the chosen keys."""
+    return ShardSizes.of(query, key)._replace(selected=choice.top * choice.block_size)
+
+
 def _choose_in_graph(
     query: Tensor, key: Tensor, weights: Tensor | None, block_mask: Any, choice: KeyChoice, world: str
 ) -> Tensor:
     """Trace the choice into the graph. Raises Uncapturable for a mask that cannot be part of a graph."""
-    sizes = ShardSizes.of(query, key)._replace(selected=choice.top * choice.block_size)
-    plan = traced.find_in_graph(block_mask, sizes, world)
+    plan = traced.find_in_graph(block_mask, _sizes_of(query, key, choice), world)
     (weights,) = dispatch.as_inputs([weights])
     chosen: Tensor = select_keys_op(query, key, weights, plan, *choice, world)
     return chosen

@@ -173,7 +173,8 @@ def as_bytes(rows: Tensor) -> Tensor:
 
 def from_bytes(sent: Tensor, rows: Tensor) -> Tensor:
     """Invert :func:`as_bytes`, for rows with the dtype and sizes of ``rows``."""
-    return sent.reshape(-1).view(rows.dtype).view(len(sent), *rows.shape[1:])  # by one dimension, as there
+    # By one dimension, as in as_bytes: rows of no bytes have a stride that torch views as no wider dtype.
+    return sent.reshape(-1).view(rows.dtype).view(len(sent), *rows.shape[1:])
 
 
 def log_message(name: str, rank: int, message: Tensor, rows: int) -> None:
