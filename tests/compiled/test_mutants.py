@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.cases import check
 from tests.compiled.test_calls import CALL, ONE_STEP
 from tests.conftest import COMPILED
+from tritoncp.core.versions import minor_of
 from tritoncp.executor import ExecutionFault, compiled_kernels
 from tritoncp.executor.driver import ExecutorDriver, LoadedKernel
 from tritoncp.executor.memory.shared_memory import BY_THREADS
@@ -25,6 +26,8 @@ from tritoncp.executor.program import write_program
 from tritoncp.executor.threads import Access
 from tritoncp.executor.units.mbarriers import Mbarriers
 from tritoncp.kernels.toolchain import fences_async_copies
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
 
 
 @triton.jit
@@ -178,6 +181,7 @@ PRODUCTS = "the only warpgroup has waited for the products that read this memory
 ELSEWHERE = "no access of another warp touches what each warp writes next"
 NEWEST = "the newest group lies behind the memory that is written next"
 LAST = "nothing follows"
+AGAIN = "another wait for the same groups stands before it"
 USED_LATER = "the results are used after the next wait only"
 FENCED = "another fence covers what was written before the next product"
 UNTOUCHED = "no register of these products was accessed since the fence before"
@@ -189,10 +193,11 @@ LATER_COMMIT = "the wait before or behind is for a later commit, which covers th
 OLD_MBARRIER = "it orders an invalidated mbarrier alone, see test_fences_between_an_old_mbarrier_and_a_copy"
 PERMIT = "any warp may give up the permit to allocate"
 ALWAYS = "the predicate holds for all threads"
-# Numbers of the edits, in the order of the text as Triton 3.7 writes it, that cannot change a result
+# Numbers of the edits that cannot change a result, in the order of the text as a release of Triton writes it
 SOFTMAX = {"predicate": {ALWAYS: {0}, SAME: {2, 3, 4, 5, 8, 9, 10, 11}, UNREAD: {7, 13}}}
 SM_80 = {"barrier": {BARRIERS: {2}, ELSEWHERE: {5}}, "group of copies": {NEWEST: {3}}}
-REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
+Redundant = dict[tuple[str, str], dict[str, dict[str, set[int]]]]
+TRITON_37: Redundant = {
     ("sm_80", "matmul"): {"barrier": {BARRIERS: {0}}, "group of copies": {NEWEST: {1}}},
     ("sm_90", "matmul"): {
         "barrier": {BARRIERS: {0}},
@@ -248,7 +253,46 @@ REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
         "proxy fence": {FENCED: {1}},
         "wgmma.fence": {UNTOUCHED: {1, 4}},
     },
-    **dict.fromkeys([(a, "softmax") for a in ("sm_80", "sm_90", "sm_100")], SOFTMAX),
+    **dict.fromkeys([(a, "softmax") for a in ARCHS], SOFTMAX),
+}
+# From 3.8 on one lane of those that hold the same value stores it.
+ONE_LANE = {"predicate": {ALWAYS: {0}}}
+SM_80_COPIES = {AGAIN: {1, 2, 3}, NEWEST: {4}}
+TRITON_38: Redundant = {
+    ("sm_80", "matmul"): {"barrier": {BARRIERS: {0, 2}}, "group of copies": SM_80_COPIES},
+    ("sm_90", "matmul"): {"barrier": {BARRIERS: {0}}, "group of copies": {NEWEST: {1}}},
+    ("sm_90", "matmul_of_boxes"): {
+        "barrier": {BARRIERS: {*range(10)}, LAST: {12}},
+        "predicate": {BOX: {15}},
+    },
+    ("sm_100", "matmul"): {
+        "barrier": {BARRIERS: {*range(2, 11), 19}},
+        "group of copies": {NEWEST: {2}},
+        "predicate": {PERMIT: {1}, ALWAYS: {2}},
+    },
+    ("sm_100", "matmul_of_boxes"): {
+        "barrier": {BARRIERS: {*range(1, 19), 21, 22}},
+        "predicate": {PERMIT: {1}, ALWAYS: {2}, BOX: {31}},
+    },
+    **dict.fromkeys([(a, "softmax") for a in ARCHS], ONE_LANE),
+}
+TRITON_39: Redundant = {
+    ("sm_80", "matmul"): {"barrier": {BARRIERS: {1}}, "group of copies": SM_80_COPIES},
+    ("sm_90", "matmul"): {"group of copies": {NEWEST: {1}}},
+    ("sm_90", "matmul_of_boxes"): {
+        "barrier": {BARRIERS: {*range(12)}, LAST: {13}},
+        "predicate": {BOX: {15}},
+    },
+    ("sm_100", "matmul"): {
+        "barrier": {BARRIERS: {*range(2, 8), 16}},
+        "group of copies": {NEWEST: {2}},
+        "predicate": {PERMIT: {1}, ALWAYS: {2}},
+    },
+    ("sm_100", "matmul_of_boxes"): {
+        "barrier": {BARRIERS: {*range(1, 19), 20, 21}},
+        "predicate": {PERMIT: {1}, ALWAYS: {2}, BOX: {31}},
+    },
+    **dict.fromkeys([(a, "softmax") for a in ARCHS], ONE_LANE),
 }
 ANSWERED_BY_RESULTS = "address", "predicate"  # the other mutants have to be reported as faults
 
@@ -326,8 +370,10 @@ def unnoticed(run: Run, function: LoadedKernel, edits: Iterable[str]) -> dict[st
     return missed
 
 
-of_triton_37 = pytest.mark.skipif(
-    not triton.__version__.startswith("3.7."), reason="REDUNDANT is of the code that Triton 3.7 writes"
+TABLES = {(3, 7): TRITON_37, (3, 8): TRITON_38, (3, 9): TRITON_39}
+REDUNDANT = TABLES.get(minor_of(triton.__version__), {})
+needs_a_table = pytest.mark.skipif(
+    not REDUNDANT, reason=f"no table of edits that change nothing in the code of Triton {triton.__version__}"
 )
 
 
@@ -338,7 +384,7 @@ def check_mutants(run: Run, kernel: str, function: LoadedKernel, edits: Iterable
 
 
 @pytest.mark.long
-@of_triton_37
+@needs_a_table
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.bar(25)
 def test_every_mutant_that_can_change_a_result_is_noticed(kernel: str, launches: Launches) -> None:
@@ -348,7 +394,7 @@ def test_every_mutant_that_can_change_a_result_is_noticed(kernel: str, launches:
 
 
 @pytest.mark.nightly
-@of_triton_37
+@needs_a_table
 @pytest.mark.parametrize("kernel", ATTENTION)
 def test_mutants_of_attention(kernel: str, launches: Launches) -> None:
     """Mutants of barriers, waits and fences; wrong addresses and predicates are found by tests of results.
@@ -360,7 +406,7 @@ def test_mutants_of_attention(kernel: str, launches: Launches) -> None:
 
 
 @pytest.mark.nightly
-@of_triton_37
+@needs_a_table
 def test_fences_between_an_old_mbarrier_and_a_copy(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

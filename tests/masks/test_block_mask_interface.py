@@ -29,8 +29,8 @@ def pair(name, B=3, H=2, q_len=256, kv_len=256, block=64):
 
 def listed(bm: flex.BlockMask) -> torch.Tensor:
     """Kinds of blocks: 0 absent, 1 masked, 2 full."""
-    full = flex._ordered_to_dense(bm.full_kv_num_blocks, bm.full_kv_indices, bm.full_kv_indices.shape[-1])
-    return bm.to_dense() + full
+    full = flex.BlockMask.from_kv_blocks(bm.full_kv_num_blocks, bm.full_kv_indices, BLOCK_SIZE=bm.BLOCK_SIZE)
+    return bm.to_dense() + full.to_dense()
 
 
 @pytest.mark.parametrize("name", MODS)
