@@ -56,12 +56,12 @@ test-integrations: ## train models of transformers, TRL and torchtitan on CPU ra
 	$(MAKE) --no-print-directory VENV=$(others) CONSTRAINTS=constraints-integrations.txt $(others)/.integrations-ready
 	OMP_NUM_THREADS=1 $(others)/bin/python -m pytest -m "integrations or not long" tests/integrations $(ARGS)
 
-# Kernels as the oldest Triton that is promised compiles them, in an environment of its own.
+# Kernels with the oldest torch and Triton that are promised, in an environment of its own. That torch has CUDA: 3 GB
+# to fetch, also for a machine without a GPU.
 oldest := .venv-oldest
 test-oldest: ## execute kernels that the oldest promised Triton compiles for Hopper
-	$(MAKE) --no-print-directory VENV=$(oldest) $(oldest)/.dev-ready
-	$(oldest)/bin/python -m pip install -qq --disable-pip-version-check triton==3.6.0
-	OMP_NUM_THREADS=1 $(oldest)/bin/python -m pytest --compiled sm_90 -m "not nightly" tests/compiled $(ARGS)
+	$(MAKE) --no-print-directory VENV=$(oldest) CONSTRAINTS=constraints-oldest.txt test \
+		ARGS='--compiled sm_90 -m "not nightly" tests/compiled $(ARGS)'
 
 # The suite on the newest torch and Triton that it is run with, in an environment of its own. That torch has CUDA:
 # 3 GB to fetch, also for a machine without a GPU.

@@ -76,8 +76,12 @@ def test_doctor_shows_the_tested_versions(newer_triton):
 
 
 def test_the_versions_are_those_of_the_pins_and_the_requirements():
-    pins = dict(re.findall(r"(?m)^(torch|triton)==(\S+)$", (ROOT / "constraints-newest.txt").read_text()))
-    assert pins == versions.NEWEST_TESTED
+    pins = [
+        dict(re.findall(r"(?m)^(torch|triton)==(\S+)$", (ROOT / f"constraints-{which}.txt").read_text()))
+        for which in ("newest", "oldest")
+    ]
+    assert pins[0] == versions.NEWEST_TESTED
+    assert {name: ".".join(map(str, versions.minor_of(pins[1][name]))) for name in pins[1]} == versions.OLDEST
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     bounds = dict(re.findall(r"(torch|triton)>=([\d.]+)", " ".join(lines)))
     assert bounds == versions.OLDEST

@@ -217,6 +217,7 @@ def test_the_citation_is_of_this_version_and_repository():
     [
         ("constraints.txt", PROJECT["optional-dependencies"]),
         ("constraints-newest.txt", ("plot", "demo", "perf", "test", "dev")),
+        ("constraints-oldest.txt", ("plot", "demo", "perf", "test", "dev")),
     ],
 )
 def test_every_dependency_is_pinned_for_set_up(file, extras):
