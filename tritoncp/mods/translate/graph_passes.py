@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import linecache
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -196,7 +196,13 @@ def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:
     return torch.where((x >= -bound) & (x <= bound), 0, grad)
 
 
-def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
+@functools.lru_cache
+def _decompositions_into(ruled: frozenset[str]) -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions of operations that are not named in `ruled`."""
+    return {op: decomposition for op, decomposition in decompositions().items() if op_name(op) not in ruled}
+
+
+def decompose(node: fx.Node, ruled: frozenset[str]) -> fx.Graph | None:
     """Return the graph of an operation's decomposition into operations named in `ruled`, or None.
 
     Its inputs are `node.all_input_nodes`, in order.
@@ -204,8 +210,7 @@ def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
     if node.target not in decompositions():
         return None
     if "decomposition" not in node.meta:
-        table = {op: f for op, f in decompositions().items() if op_name(op) not in ruled}
-        inputs = node.all_input_nodes
+        table, inputs = _decompositions_into(ruled), node.all_input_nodes
 
         def call(*values: Tensor) -> Any:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), dict(zip(inputs, values)).__getitem__)
