@@ -219,6 +219,7 @@ def test_too_little_memory_is_a_message(monkeypatch):
     assert done.stderr == "Error: out of memory: use smaller sizes, or a machine with more memory\n"
 
 
+@pytest.mark.long
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m tritoncp plan --seq-len 4K --json | true"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)

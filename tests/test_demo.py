@@ -77,6 +77,7 @@ def test_the_loss_falls(cpu_engine):
 CPU = torch.device("cpu")
 
 
+@pytest.mark.long
 def test_ranks_and_one_rank_agree(tmp_path):
     done = tritoncp("demo", "--steps=2", "--seq-len=320", "--world-size=2", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
@@ -113,6 +114,7 @@ def test_an_error_of_a_rank_is_reported_once_with_its_number(monkeypatch):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_noticed(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     steps = train_on_ranks(replace(SMALL, steps=1000), 2)

@@ -43,6 +43,7 @@ def wrong(report: dict) -> list[dict]:
     return [case for case in report["cases"] if not case["right"]]
 
 
+@pytest.mark.long
 def test_the_json_has_every_schedule():
     words = "check", "--json", "--jobs=2", "--budget=600", "--only=*-window-float32"
     done = command_process.tritoncp(*words, TRITON_INTERPRET="1")

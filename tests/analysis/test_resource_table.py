@@ -102,6 +102,7 @@ def test_spills_of_other_versions_of_triton_are_of_shipped_kernels_and_stay(tmp_
     assert json.loads(path.read_text())["spills"] == table["spills"]
 
 
+@pytest.mark.long
 def test_check_reports_a_regression(monkeypatch, tmp_path) -> None:
     """Compile one kernel; the table has another matrix unit for it."""
     words = ["inspect", "--arch", "gfx942", "--kernel", "forward", "--head-dim", "64", "--mask", "full"]

@@ -76,6 +76,7 @@ def test_an_order_keeps_dependencies_and_memory_and_is_never_slower(seed, count,
     assert free.after.makespan <= written.makespan
 
 
+@pytest.mark.long
 def test_orders_come_near_the_shortest_time_and_take_less_memory():
     """The longest path, or all work of a stream, is a lower bound. Written orders take 11 % more, free
     orders 0.5 %, and orders in the memory of the order as written 2 %. The smallest memory is 2.3 % less."""

@@ -74,7 +74,7 @@ class Loop(nn.Module):
 CASES = (
     ("of all rows", False, 4, 2),
     pytest.param("of each row", True, 5, 3, marks=pytest.mark.long),
-    ("of marked rows", True, 5, 3),
+    pytest.param("of marked rows", True, 5, 3, marks=pytest.mark.long),
 )
 
 

@@ -145,7 +145,11 @@ MODELS = {
 }
 
 
-OF_LONG = ("a layer called three times", "torch's attention")  # other ranks have the other parts
+OF_LONG = (
+    "a parameter of three layers",
+    "a layer called three times",
+    "torch's attention",
+)  # other ranks have the other parts
 
 
 @pytest.mark.parametrize(
@@ -204,6 +208,7 @@ def test_one_graph_serves_sizes_that_chunks_divide_and_others():
         Eager(Block(), 4, "seq")(torch.randn(B, 5, WIDTH))
 
 
+@pytest.mark.long
 def test_an_embedding_and_its_tied_head_in_one_region_differ_in_the_order_of_the_sum_alone():
     """Eager chunking adds both gradients of a chunk, then both gradients of the chunk before."""
     model, x = Tied(), torch.randint(11, (B, S))
@@ -449,6 +454,7 @@ class Counted(Placed):
         return super().forward((x - x[..., :1]) * steps)
 
 
+@pytest.mark.long
 def test_slices_of_a_chunk_and_of_a_buffer_that_chunks_change_hide_no_warning():
     with pytest.warns(UserWarning, match="arange.* first ones, not the ones at its place"):
         assert_bits_of_eager(Model(Counted()), "seq")

@@ -208,6 +208,7 @@ class Batches(torch.utils.data.Dataset):
         return self.names[index], self.masks[index], SAMPLES[self.names[index]]()
 
 
+@pytest.mark.long
 def test_spawned_workers_of_a_loader_take_and_give_masks():
     names = [name for name in SAMPLES if name != "mask with a capture"]  # refused by a test above
     loader = torch.utils.data.DataLoader(

@@ -75,6 +75,7 @@ def test_the_latent_of_deepseek_v2_lite_has_a_ninth_of_the_bytes() -> None:
     assert latent * 5120 == keys * 576
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "every"), [("sparse_attention", 512), ("block_selection", 16)])
 def test_a_comparison_is_printed_and_the_choice_of_keys_matters(
     name: str, every: int, monkeypatch: pytest.MonkeyPatch

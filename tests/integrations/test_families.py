@@ -11,8 +11,9 @@ from tests.integrations import families
 from tritoncp.integrations.transformers import shard_batch
 
 HEADS = families.list_families()
-# One of each kind: plain, refused on ranks, positions of three axes, custom code, recurrent layers.
-FEW = ("bert", "big_bird", "glm4v_moe", "mobilebert", "qwen3_next", "xlstm")
+# One of each kind: plain, refused on ranks, recurrent layers; and positions of three axes, custom code.
+FEW = ("bert", "big_bird", "qwen3_next")
+LONG = ("glm4v_moe", "mobilebert", "xlstm")
 # Layers of each kind that have no mask, in one process.
 RECURRENT = ("falcon_h1", "jamba", "lfm2", "mamba2", "minimax", "nemotron_h", "recurrent_gemma", "rwkv")
 OTHERS = [pytest.mark.nightly, pytest.mark.integrations]
@@ -28,7 +29,11 @@ def test_every_family_has_a_row() -> None:
 
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=[] if family in FEW else OTHERS) for family in HEADS]
+    "family",
+    [
+        pytest.param(family, marks=[] if family in FEW else pytest.mark.long if family in LONG else OTHERS)
+        for family in HEADS
+    ],
 )
 def test_a_family_does_as_its_row_says(family: str) -> None:
     row = families.cells_of(families.check_in_child(family, HEADS[family]))

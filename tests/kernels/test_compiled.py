@@ -21,8 +21,7 @@ def run_compiled(arch: str, *words: str) -> None:
 @pytest.mark.parametrize(
     ("arch", "which"),
     [
-        pytest.param(FIRST, "not long"),
-        *(pytest.param(arch, "not long", marks=pytest.mark.long) for arch in ARCHS if arch != FIRST),
+        *(pytest.param(arch, "not long", marks=pytest.mark.long) for arch in ARCHS),
         pytest.param(FIRST, "long", marks=pytest.mark.long),
         *(pytest.param(arch, "long", marks=pytest.mark.nightly) for arch in ARCHS if arch != FIRST),
     ],

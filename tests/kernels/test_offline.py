@@ -180,6 +180,7 @@ def test_float32_fits_without_matrix_instructions(arch: str) -> None:
     check(arch, reports(arch, "float32", (64, 128, 256), "state", "causal"), matrix=False, spill=64)
 
 
+@pytest.mark.long
 def test_a_compiler_that_fails_or_hangs_is_reported_and_replaced() -> None:
     good, bad = step_job("delta", "sm_90", 64), step_job("forward", "sm_90", 100_000)
     odd = step_job("forward", "sm_90", 20, config=Config(64, 64, USE_TMA=True))  # 40 bytes of channels

@@ -71,7 +71,7 @@ def test_wide_heads_of_16_bits(dtype: torch.dtype, engine: str) -> None:
     check_case(Case(("window", 9), dims=(576, 512), dtype=dtype, length=33, kv_length=33, heads=1, group=2))
 
 
-@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("block_size", [pytest.param(1, marks=pytest.mark.long), 16])
 def test_keys_selected_for_wide_heads(block_size: int, engine: str) -> None:
     """18 heads share their keys, in two tiles of 9."""
     length, heads, g = 20, 18, torch.Generator().manual_seed(1)

@@ -89,6 +89,7 @@ def test_calls_with_new_closures_keep_nothing_alive(
     assert [name for name in before if after[name] > before[name]] == []
 
 
+@pytest.mark.long
 def test_a_module_of_compiled_functions_is_freed_with_them() -> None:
     code = f"""
 import gc, weakref

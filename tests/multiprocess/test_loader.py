@@ -77,7 +77,9 @@ def trained(group: Any, schedule: str) -> list[list[Tensor]]:
     return results
 
 
-@pytest.mark.parametrize(("world_size", "schedule"), [(1, "auto"), (2, "ring"), (2, "fetch")])
+@pytest.mark.parametrize(
+    ("world_size", "schedule"), [(1, "auto"), pytest.param(2, "ring", marks=pytest.mark.long), (2, "fetch")]
+)
 def test_ranks_use_the_plans_of_their_loaders_workers(world_size: int, schedule: str) -> None:
     for answers in ranks.run(world_size, trained, schedule):
         for step, (shipped, local) in enumerate(zip(answers[::2], answers[1::2], strict=True)):

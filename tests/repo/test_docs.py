@@ -142,7 +142,16 @@ def run_program(name: str, path: Path, result: Any, world_size: int | None = Non
 
 OTHERS = [name for name in PROGRAMS if name not in ("own_loop", "train", "skip_bad_batches")]  # tests below
 # Other tests make the calls of these: `make test-all` runs them.
-RARE = {"compiled", "drafts", "generate_beside_training", "largest_scores", "latents", "packed", "two_orders"}
+RARE = {
+    "balanced",
+    "compiled",
+    "drafts",
+    "generate_beside_training",
+    "largest_scores",
+    "latents",
+    "packed",
+    "two_orders",
+}
 
 
 @pytest.mark.parametrize(
@@ -357,6 +366,7 @@ def test_the_readme_is_short_and_its_pages_exist() -> None:
         assert (ROOT / link).exists(), f"README.md links {link}"
 
 
+@pytest.mark.long
 def test_the_command_of_the_pages_draws_the_picture_of_the_readme(tmp_path: Path) -> None:
     page = (ROOT / "docs/commands.md").read_text()
     (command,) = re.findall(r"tritoncp (plan .*) --png docs/images/plan.png", page)

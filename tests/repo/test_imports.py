@@ -266,6 +266,7 @@ main(["check", "--help"])
 """
 
 
+@pytest.mark.long
 def test_kernels_checks_and_measurements_run_where_einops_is_not_installed():
     run_code(f"import sys; sys.modules['einops'] = None\n{BARE}", TRITON_INTERPRET="1")
 

@@ -150,6 +150,7 @@ def of_every_rank_and_turn(plan: Plan, shape: Shape) -> Peak:
     return Peak(*map(max, zip(*peaks, strict=True)))
 
 
+@pytest.mark.long
 @given(layers())
 def test_the_ranks_and_turns_that_are_measured_have_the_most_of_all(layer: tuple[Plan, Shape]) -> None:
     assert largest_peak(*layer) == of_every_rank_and_turn(*layer)

@@ -59,15 +59,20 @@ ON_CPU = [  # (block_size, query_block, heads of the selection, ranks, schedule)
 ]
 CASES = [  # an engine and a mask before these
     *(("cpu", mask, *case) for mask, case in zip(itertools.cycle(MASKS), ON_CPU)),
-    ("triton", "a mask_mod of b and h", 1, 1, 1, 3, "ulysses"),
     ("triton", "causal", 1, 8, 1, 6, "ulysses+ring"),
     ("triton", "causal", 16, 8, 2, 3, "ulysses"),
     ("triton", "causal", 1, 1, 1, 1, "allgather"),
-    ("triton", "a mask_mod of b and h", 1, 1, 2, 1, "allgather"),
-    ("triton", "a mask_mod of b and h", 16, 8, 1, 3, "ring"),
-    ("triton", "causal", 16, 8, 4, 3, "fetch"),
     ("triton", "a mask_mod of b and h", 16, 8, 1, 2, "fetch"),
     ("triton", "causal", 16, 8, 2, 3, "allgather"),
+    *(
+        pytest.param("triton", *case, marks=pytest.mark.long)
+        for case in (
+            ("a mask_mod of b and h", 1, 1, 1, 3, "ulysses"),
+            ("a mask_mod of b and h", 1, 1, 2, 1, "allgather"),
+            ("a mask_mod of b and h", 16, 8, 1, 3, "ring"),
+            ("causal", 16, 8, 4, 3, "fetch"),
+        )
+    ),
 ]
 
 

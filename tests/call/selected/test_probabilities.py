@@ -57,7 +57,10 @@ CASES = {
     "ulysses": Case(2, ranks=3, schedule="ulysses", scored=True),
     "ulysses and ring": Case(ranks=6, schedule="ulysses+ring"),
 }
-INTERPRETED = "tokens", "a mask by heads", "blocks", "KV heads, scores", "ring"
+INTERPRETED = [
+    *("tokens", "blocks", "KV heads, scores"),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("a mask by heads", "ring")),
+]
 
 
 def mask_of(by_head: bool) -> tritoncp.Mask:

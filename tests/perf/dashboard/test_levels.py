@@ -14,7 +14,7 @@ def ours(times: np.ndarray, commits: np.ndarray) -> list[Named]:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.long)])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_no_other_commit_is_named_and_the_right_one_is_within_three_runs(steps, count):
     found = judge(ours, [draw(seed, steps) for seed in range(count)])
     print(dict(found))
