@@ -172,6 +172,9 @@ _RULES: dict[str, _Tiles] = {
             128: Config(128, 64, 8, 2),
             192: Config(64, 32, 4, 1),
             256: Config(64, 32, 4, 2),
+            320: Config(32, 32, 8, 1),  # 64 rows: 4640 bytes, with a piece of 64 channels
+            384: Config(64, 32, 8, 1),
+            448: Config(32, 32, 8, 1),  # 6360 bytes
             512: Config(64, 32, 8, 1),
             576: Config(32, 32, 8, 1),
         },
@@ -194,7 +197,10 @@ _RULES: dict[str, _Tiles] = {
             128: Config(32, 128, 8, 2),
             192: Config(32, 32, 4, 2),
             256: Config(64, 64, 8, 1, FLIP=True),
-            576: Config(32, 32, 8, 1),
+            384: Config(32, 32, 8, 1),
+            448: Config(32, 16, 8, 1),  # 32 keys: dK 16 bytes, and 8 of 576 channels
+            512: Config(32, 32, 8, 1),
+            576: Config(32, 16, 8, 1),
         },
     },
     "sm_86": {
@@ -288,7 +294,7 @@ _RULES: dict[str, _Tiles] = {
             128: Config(64, 64, 8, 1),
             192: Config(64, 64, 8, 1, maxnreg=256),
             256: Config(64, 64, 8, 1),
-            384: Config(32, 64, 8, 1, maxnreg=256),  # dK of 384 channels: 192 bytes without
+            448: Config(32, 64, 8, 1, maxnreg=256),  # dK of 384 channels: 192 bytes without, of 448: 40
             576: Config(32, 64, 8, 1),
         },
     },

@@ -45,7 +45,7 @@ BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
     multiple=True,
     default=("*",),
     metavar="PATTERN",
-    help="Cases by name: 'causal-*-bwd'; several patterns are measured in the given order.",
+    help="Cases by name: 'causal-*-bwd', 'gemma4-global'; several patterns are measured in the given order.",
 )
 @click.option(
     "--budget",
@@ -194,16 +194,17 @@ def _select_cases(
     from tritoncp.perf.suite import host_cases, machine
     from tritoncp.perf.suite.cases import select
 
-    if device == "host":
-        series = Series(machine.processor())
-        cases = host_cases.select(tier, only)
-    else:
-        series = machine.series(torch_device, clocks)
-        cases = select(tier, only, group.size() if group else 1)
-    if not cases:
-        names = " or ".join(map(repr, only))
-        raise InputError(f"--only {names}: no case of tier {tier} for this device matches")
-    return series, cases
+    def select_in(tier: str) -> list[Any]:
+        if device == "host":
+            return host_cases.select(tier, only)
+        return select(tier, only, group.size() if group else 1)
+
+    series = Series(machine.processor()) if device == "host" else machine.series(torch_device, clocks)
+    if cases := select_in(tier):
+        return series, cases
+    names = " or ".join(map(repr, only))
+    remedy = "; pass --tier full" if select_in("full") else ""
+    raise InputError(f"--only {names}: no case of tier {tier} for this device matches{remedy}")
 
 
 def _report_left_out(journal: Journal, num_resumed: int, lead: bool) -> int:

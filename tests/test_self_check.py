@@ -24,6 +24,7 @@ from tritoncp.self_check.cases import CheckRequest, Result, list_cases
 SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 MASKS = ("causal", "documents", "window", "score_mod", "sinks")
 DTYPES = ("float16", "float32")  # the interpreter truncates bfloat16
+WIDE = ("heads512", "mqa576")  # in 16 bits, with and without a state
 FIELDS = {
     "schedule", "mask", "dtype", "tensor", "error", "allowed", "rank", "ranks", "right", "why",
 }  # fmt: skip
@@ -37,6 +38,11 @@ def check(*options: str) -> tuple[int, dict]:
 
 def name(case: dict) -> tuple[str, ...]:
     return case["schedule"], case["mask"], case["dtype"]
+
+
+def expected_cases(schedules: tuple[str, ...]) -> list[tuple[str, ...]]:
+    wide = itertools.product(SCHEDULES[:1] + ("ring",) * ("ring" in schedules), WIDE, DTYPES[:1])
+    return sorted([*itertools.product(schedules, MASKS, DTYPES), *wide])
 
 
 def wrong(report: dict) -> list[dict]:
@@ -67,7 +73,7 @@ def test_a_requested_budget_is_a_limit(options):
     report = json.loads(done.stdout)
     assert done.exit_code == 1
     assert not report["right"]
-    assert sorted(map(name, report["cases"])) == sorted(itertools.product(SCHEDULES, MASKS, DTYPES))
+    assert sorted(map(name, report["cases"])) == expected_cases(SCHEDULES)
     assert {case["why"] for case in report["cases"]} == {"not run: the budget of 0.001 s is over"}
 
 
@@ -90,12 +96,12 @@ def test_cases_that_do_not_run_in_a_minute_are_named_and_do_not_fail(monkeypatch
     """The first cases are of every schedule."""
     code, lines = run_some(monkeypatch, 50)
     assert code == 0
-    assert lines[0].split()[:2] == ["1/60", "right"]
+    assert lines[0].split()[:2] == ["1/64", "right"]
     assert lines[-2].startswith("50 of 50 cases are right")
-    assert lines[-1].startswith("not run: 10 more, of ") and "float32" in lines[-1]
+    assert lines[-1].startswith("not run: 14 more, of ") and "mqa576 float16" in lines[-1]
     assert lines[-1].endswith(": the budget of 60 s is over")
     assert run_some(monkeypatch, 12)[0] == 0
-    assert run_some(monkeypatch, 60)[0] == 0
+    assert run_some(monkeypatch, 64)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -104,8 +110,8 @@ def test_cases_that_do_not_run_in_a_minute_are_named_and_do_not_fail(monkeypatch
         (0, [], "no case ran of"),
         (4, [], "ulysses+ring"),
         (3, ["--only=ring-*"], ""),  # the only schedule that was requested
-        (50, ["--strict"], "not run: 10 more"),
-        (50, ["--budget=60"], "not run: 10 more"),
+        (50, ["--strict"], "not run: 14 more"),
+        (50, ["--budget=60"], "not run: 14 more"),
     ],
 )
 def test_a_schedule_without_a_case_fails_and_strict_fails_without_all_cases(
@@ -131,7 +137,10 @@ def test_the_first_cases_are_every_schedule_in_every_dtype(world_size):
     listed = list_cases(world_size, torch.device("cpu"))
     pairs = {(case.schedule, case.dtype) for case in listed}
     assert {(case.schedule, case.dtype) for case in listed[: len(pairs)]} == pairs
-    assert {case.dtype for case in listed} == {*DTYPES} and len(listed) == len(pairs) * len(MASKS)
+    assert {case.dtype for case in listed} == {*DTYPES}
+    schedules = tuple(dict.fromkeys(case.schedule for case in listed))
+    assert sorted(tuple(case) for case in listed) == expected_cases(schedules)
+    assert listed[-1].mask in WIDE
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])
@@ -159,9 +168,9 @@ def test_ctrl_c_keeps_the_rows_of_a_check(monkeypatch):
     monkeypatch.setattr(run, "run_in_processes", interrupted)
     done = CliRunner().invoke(main, ["check"])
     lines = done.stdout.splitlines()
-    assert done.exit_code == 130 and lines[6].startswith(" 7/60 right")
+    assert done.exit_code == 130 and lines[6].startswith(" 7/64 right")
     assert any(line.startswith("7 of 7 cases are right") for line in lines)
-    assert lines[-1].startswith("not run: 53 more, of ") and lines[-1].endswith(": interrupted by Ctrl-C")
+    assert lines[-1].startswith("not run: 57 more, of ") and lines[-1].endswith(": interrupted by Ctrl-C")
     done = CliRunner().invoke(main, ["check", "--json"])
     report = json.loads(done.stdout)
     assert done.exit_code == 130 and report["stopped"] == "interrupted by Ctrl-C" and not report["right"]
@@ -174,7 +183,7 @@ def test_a_terminal_has_a_bar_below_the_rows(terminal, monkeypatch):
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
     _, lines = run_some(monkeypatch, 50)
-    assert any("━" in line and "50/60" in line for line in lines) == terminal
+    assert any("━" in line and "50/64" in line for line in lines) == terminal
     rows = [line for line in lines if " right " in line]
     assert len(rows) == 50 and terminal == ("\x1b" in "".join(lines))
 

@@ -25,12 +25,14 @@ class Case:
     tier:  "smoke" (under half a minute), "core" (the figures to reach, eight minutes) or "full" (other
            models' shapes, sweeps, several ranks)
     model: the model with this shape; a label, not part of the name
+    alias: a short name of the problem, by which both passes are selected; no history has it
     """
 
     problem: Problem
     which: str
     tier: str = "core"
     model: str = ""
+    alias: str = ""
 
     @property
     def name(self) -> str:
@@ -71,12 +73,17 @@ class Case:
 
 
 def _both_passes(
-    masks: str, lengths: int | tuple[int, ...], tier: str = "core", model: str = "", **shape: Any
+    masks: str,
+    lengths: int | tuple[int, ...],
+    tier: str = "core",
+    model: str = "",
+    alias: str = "",
+    **shape: Any,
 ) -> list[Case]:
     """List both passes of problems with each of the masks, separated by blanks, and each length."""
     seqs = (lengths,) if isinstance(lengths, int) else lengths
     problems = [Problem(mask, seq, **shape) for mask in masks.split() for seq in seqs]
-    return [Case(problem, which, tier, model) for problem in problems for which in PASS_SUFFIXES]
+    return [Case(problem, which, tier, model, alias) for problem in problems for which in PASS_SUFFIXES]
 
 
 CONTEXT_PARALLEL = (("causal", "allgather"), ("causal", "ring"), ("document", "fetch"), ("causal", "ulysses"))
@@ -127,8 +134,12 @@ CASES: tuple[Case, ...] = (
     *_both_passes("full document", 8192, "full", dim=64, v_dim=64),
     *_both_passes("full document", 8192, "full", dim=96, v_dim=96),
     *_both_passes("full document", 8192, "full", dim=256, v_dim=256),
-    *_both_passes("causal", 8192, "full", "Gemma 4 31B, global layers", **MODELS["Gemma 4 31B"]),
-    *_both_passes("causal", 8192, "full", "DeepSeek-V3, absorbed", **MODELS["DeepSeek-V3, absorbed"]),
+    *_both_passes(
+        "causal", 8192, "full", "Gemma 4 31B, global layers", "gemma4-global", **MODELS["Gemma 4 31B"]
+    ),
+    *_both_passes(
+        "causal", 8192, "full", "DeepSeek-V3, absorbed", "mla-absorbed", **MODELS["DeepSeek-V3, absorbed"]
+    ),
     # Two ranks of a ring on one device: steps that load and store the softmax state
     *_both_passes("causal", 16384, "full", world=2, schedule="ring", together=True),
     *(
@@ -162,15 +173,17 @@ def select(
     table: Sequence[Case] = CASES,
 ) -> list[Any]:
     """Select the cases of a tier and the tiers before it, for a number of processes (None: any), whose names
-    match a pattern; in the order of the patterns, then of the table.
+    or aliases match a pattern; in the order of the patterns, then of the table.
 
     >>> [case.name for case in select(only=["causal-8k-*", "causal-*-fwd"])]
     ['causal-8k-fwd', 'causal-8k-bwd', 'causal-1k-fwd', 'causal-16k-fwd', 'causal-32k-fwd']
+    >>> [case.name for case in select("full", "mla-absorbed")]
+    ['causal-h128x1-d576x512-8k-fwd', 'causal-h128x1-d576x512-8k-bwd']
     """
     tiers = TIERS[: TIERS.index(tier) + 1]
-    places = {
-        case: position(case.name, only)
-        for case in table
-        if case.tier in tiers and world in (None, 1 if case.problem.together else case.problem.world)
-    }
+    places = {}
+    for case in table:
+        if case.tier in tiers and world in (None, 1 if case.problem.together else case.problem.world):
+            matches = position(case.name, only), position(case.alias, only) if case.alias else None
+            places[case] = min((at for at in matches if at is not None), default=None)
     return sorted((case for case, at in places.items() if at is not None), key=lambda case: places[case] or 0)

@@ -33,10 +33,13 @@ def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(tmp_path) -
     origin = json.loads(resource_table.TABLE.read_text())["origin"]
     assert origin["kernels"] == resource_table.origin()["kernels"]
     assert f"triton=={origin['triton']}\n" in (ROOT / "constraints.txt").read_text()
-    path = tmp_path / "resources.json"
-    for rows, origin in ((TABLE, resource_table.origin()), (TABLE[1:], {})):
+    path, here = tmp_path / "resources.json", resource_table.origin()
+    for rows, origin in ((TABLE[1:], {}), (TABLE, here), (TABLE[:1], here), (TABLE[1:], here)):
         resource_table.write(rows, path)
         assert json.loads(path.read_text())["origin"] == origin
+    path.write_text(path.read_text().replace(here["kernels"], "other"))
+    resource_table.write(TABLE[1:], path)
+    assert json.loads(path.read_text())["origin"] == {}
 
 
 def test_shipped_kernels_spill_nothing_fit_and_use_matrix_units() -> None:

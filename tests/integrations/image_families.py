@@ -46,6 +46,9 @@ def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> An
                 if isinstance(getattr(module.config, name, None), int):
                     setattr(module.config, name, IMAGE)
             module.config._experts_implementation = "eager"  # the others multiply no float64 matrices
+        if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):
+            # For scores of unit size: Gemma 4's would be hundreds, which eager attention rounds to float32.
+            module.q_norm.weight.data.mul_(module.head_dim**-0.5)
     return model
 
 

@@ -7,6 +7,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Generator, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = tile_tables.SHIPPED / "resources.json"
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
 COLUMNS = ("registers", "spill_bytes", "shared_bytes", "matrix", "tma")
-WIDE = (512,)  # head dims above 256 of shipped rows: Gemma 4's
+WIDE = (320, 384, 448, 512, 576)  # head dims above 256 of shipped rows; 576 with values of 512
+SELECTED_WIDE = (512, 576)  # of latent attention, absorbed, without and with its rotary part
 KIB = 1 << 10
 SHARED_BYTES = {
     **{"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB},
@@ -39,10 +41,10 @@ SHOWN = ("kernel", "D", "dtype", "mask", "tiles", "regs", "spill", "shared", "ma
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     """List jobs for the shipped kernels of these architectures: bfloat16 with every kind of mask and for few
     query rows, also without descriptors where these are the default, and fused where tiles exist; head dims
-    that are split in two, float16 and float32 with the kind of mask that needs the max number of registers.
+    that are split, float16 and float32 with the kind of mask that needs the max number of registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (139, 463)
+    (159, 523)
     """
     jobs = []
     for arch in archs:
@@ -70,9 +72,9 @@ def _selected(arch: str) -> list[Job]:
     """List the kernels of keys that are selected at run time; dK/dV of blocks of 128 channels on sm_100 has
     not been compiled."""
     rows = [(dim, variant) for dim in (64, 128, 256) for variant in ("tokens", "blocks")]
-    rows += [(dim, "tokens") for dim in WIDE]
+    rows += [(dim, "tokens") for dim in SELECTED_WIDE]
     jobs = [step_job(name, arch, dim, variant=mask) for dim, mask in rows for name in PASSES]
-    jobs += [step_job("sums", arch, dim, variant="tokens") for dim in (64, 128, 256, *WIDE)]
+    jobs += [step_job("sums", arch, dim, variant="tokens") for dim in (64, 128, 256, *SELECTED_WIDE)]
     return [job for job in jobs if job.name != "dkdv sm_100 128 bfloat16 blocks"]
 
 
@@ -139,6 +141,7 @@ def read_table(path: Path = TABLE, triton: str = "") -> dict[str, Row]:
     return rows
 
 
+@cache
 def origin() -> dict[str, str]:
     """Return the origin of a whole table: Triton's version, and a hash of the kernels and rules of tiles
     without comments and docstrings. Every Python gives the same hash."""
@@ -160,14 +163,16 @@ def _is_kernel(function: ast.FunctionDef) -> bool:
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
     """Write rows into the table, one per line. They replace rows of the same jobs, and rows of kernels that
-    are not shipped any more are dropped. The origin is written with a whole table. What other versions of
-    Triton are known to spill stays."""
+    are not shipped any more are dropped. The origin is written with a whole table, or if all rows that stay
+    have it. What other versions of Triton are known to spill stays."""
     old = read_table(path) if path.exists() else {}
-    spills = json.loads(path.read_text())["spills"] if path.exists() else {}
+    before = json.loads(path.read_text()) if path.exists() else {"origin": {}, "spills": {}}
+    spills, here = before["spills"], origin()
     new = {row["name"]: row for row in rows}
     names = [job.name for job in [*shipped(), *measured()]]
     figures = {name: [row[column] for column in COLUMNS] for name, row in (old | new).items()}
-    head = origin() if new.keys() >= {*names} else {}
+    current = figures if before["origin"] == here else new
+    head = here if current.keys() >= {*names} else {}
     lines = ",\n".join(
         f'"{name}":{json.dumps(figures[name], separators=(",", ":"))}' for name in names if name in figures
     )

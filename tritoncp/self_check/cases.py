@@ -39,6 +39,12 @@ MASKS = {
     "score_mod": "causal",
     "sinks": "causal",
 }
+# Causal calls with heads above 256 channels, as of Gemma 4 and of absorbed latent attention: their sizes.
+WIDE = {
+    "heads512": {"dim": 512, "v_dim": 512},
+    "mqa576": {"kv_heads": 1, "dim": 576, "v_dim": 512},
+}
+WIDE_SCHEDULES = (ONE_DEVICE, "ring")  # kernels without a state and with one; other schedules launch the same
 LEARNED = ("bias", "sinks")  # replicated tensors: the sum of their gradients over ranks is compared
 PERIOD = 61  # length of the score_mod's table; in a long table, the max error varies little between draws
 DRAWS = 4  # random inputs per problem, since the max error of eager attention varies between small tensors
@@ -78,7 +84,10 @@ class CheckRequest:
 
 class CheckCase(NamedTuple):
     """A case: forward and backward pass of a schedule with a mask, in one dtype. (Sizes, as in
-    :class:`~tritoncp.perf.problem.Problem`, depend on the device and the number of ranks.)"""
+    :class:`~tritoncp.perf.problem.Problem`, depend on the device and the number of ranks.)
+
+    mask: a key of MASKS, or of WIDE for a causal mask and wide heads
+    """
 
     schedule: str
     mask: str
@@ -150,11 +159,13 @@ def has_pairs(world_size: int) -> bool:
 
 def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[CheckCase]:
     """List the cases for a world size that match ``only``. Every schedule in every dtype with one mask comes
-    first, and cases that share kernels are adjacent. Raises ValueError if no case matches."""
-    fitting = [ONE_DEVICE]
+    first, wide heads last, and cases that share kernels are adjacent. Wide heads are checked in 16 bits:
+    float32 needs more shared memory than some GPUs have. Raises ValueError if no case matches."""
+    fitting, dtypes = [ONE_DEVICE], choose_dtypes(device)
     if world_size > 1:
         fitting += [name for name in SCHEDULES if name != BOTH or has_pairs(world_size)]
-    parts = itertools.product(MASKS, choose_dtypes(device), fitting)
+    parts = [*itertools.product(MASKS, dtypes, fitting)]
+    parts += itertools.product(WIDE, dtypes[:1], [name for name in fitting if name in WIDE_SCHEDULES])
     cases = [CheckCase(schedule, mask, dtype) for mask, dtype, schedule in parts]
     if not (chosen := [case for case in cases if fnmatch(case.name, only)]):
         raise ValueError(
@@ -190,7 +201,7 @@ def make_score_mod(bias: Tensor | None) -> Callable[..., Tensor] | None:
 @lru_cache(1)  # adjacent cases share a problem
 def make_problem(mask: str, dtype: str, device: torch.device) -> CheckProblem:
     """Draw the problem of a mask and a dtype. Allowed errors are the max over DRAWS random inputs."""
-    sizes = replace(choose_sizes(device), mask=MASKS[mask], dtype=dtype)
+    sizes = replace(choose_sizes(device), mask=MASKS.get(mask, "causal"), dtype=dtype, **WIDE.get(mask, {}))
     problem, *redraws = (draw_problem(mask, sizes, device, seed) for seed in range(DRAWS))
     allowed = {key: max(draw.allowed[key] for draw in (problem, *redraws)) for key in problem.exact}
     return replace(problem, allowed=allowed)
@@ -203,9 +214,10 @@ def draw_problem(name: str, sizes: Problem, device: torch.device, seed: int) -> 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    n, d, heads, kv_heads = sizes.seq, sizes.dim, sizes.heads, sizes.kv_heads
+    n, heads, kv_heads, d, e = sizes.seq, sizes.heads, sizes.kv_heads, sizes.dim, sizes.v_dim
     q, dout, k, v = (
-        normal(1, count, n, d, dtype=sizes.torch_dtype) for count in (heads, heads, kv_heads, kv_heads)
+        normal(1, count, n, channels, dtype=sizes.torch_dtype)
+        for count, channels in ((heads, d), (heads, e), (kv_heads, d), (kv_heads, e))
     )
     dlse, bias, sinks = (normal(*shape) for shape in ((1, heads, n), (heads, PERIOD), (heads,)))
     mask = sizes.block_mask(str(device), 128 if device.type == "cuda" else 64)

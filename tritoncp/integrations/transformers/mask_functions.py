@@ -49,6 +49,11 @@ class Pattern:
         images = "" if self.images is None else " and images" + " in the window" * self.is_bounded
         return f"window{self.window}" + f" in chunks of {self.chunk}" * (self.chunk > 0) + images
 
+    @property
+    def without_images(self) -> Pattern:
+        """The pattern of a text."""
+        return replace(self, images=None, is_bounded=False)
+
     def mask_mod(self, length: int) -> MaskMod:
         """Return the mask_mod for ``length`` tokens, without padding; a closed form if there are no
         images."""

@@ -66,7 +66,22 @@ class ModelMask(BlockMaskInterface):
         )
 
     def __getitem__(self, index: Any) -> Any:
-        self.__torch_function__(self.__getitem__, ())
+        """Return the mask of the last queries: Gemma 4 has fewer queries in layers that share keys, and
+        slices masks even if it keeps all. Raises ValueError for any other index."""
+        match index:
+            case (slice(), slice(), slice(start=start, stop=None, step=None), slice()):
+                others = index[0], index[1], index[3]
+                if all(one == slice(None) for one in others):
+                    first = slice(start, None).indices(self.q_len)[0]
+                    return self._of_queries_from(first) if first else self
+        return self.__torch_function__(self.__getitem__, ())
+
+    def _of_queries_from(self, first: int) -> Any:
+        """Return the mask of the queries from the ``first`` on, as :func:`create_mask` does."""
+        return create_mask(
+            self.batch, self.q_len - first, self.kv_len, self.q_offset + first, self.kv_offset, self.function,
+            self.attention_mask, allow_is_causal_skip=False,
+        )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, without the function if it has a closed form, since it cannot be pickled."""

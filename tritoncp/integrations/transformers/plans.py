@@ -50,6 +50,18 @@ def create_layer_mask(batch: ModelMask, layer: ModelMask, block: int | tuple[int
     return create_block_mask(mod, rows, None, length, length, BLOCK_SIZE=block)
 
 
+def _text_pattern(pattern: Pattern) -> Pattern:
+    """Return the pattern of a text, for a model that makes masks of images for texts too. Raises ValueError
+    if there are images."""
+    if pattern.images is not None and bool((pattern.images >= 0).any()):
+        raise ValueError(
+            "a layer sees images both ways, which shard_batch did not find in the batch: put "
+            "token_type_ids or mm_token_type_ids [B, S] into the batch before shard_batch, and pass the "
+            "model to it, in place of its config"
+        )
+    return pattern.without_images
+
+
 def create_tree_mask(packed: PackedTree, layer: ModelMask, block: int | tuple[int, int]) -> Mask:
     """Return the mask of a prefix tree for layers of the kind of ``layer``: windows count along paths."""
     pattern = layer.pattern
@@ -182,14 +194,10 @@ class ContextParallelPlan:
                 "pass shift_labels beside labels, if the loss of the model reads them"
             )
         self._warn_of_documents(pattern)
-        if pattern.kind not in self.plans and pattern.images is not None:
-            raise ValueError(
-                "a layer sees images both ways, which shard_batch did not find in the batch: put "
-                "token_type_ids or mm_token_type_ids [B, S] into the batch before shard_batch, and pass the "
-                "model to it, in place of its config"
-            )
         if pattern.kind not in self.plans:
-            self.plans[pattern.kind] = self._plan_alike(attention_mask)
+            text = replace(attention_mask, pattern=_text_pattern(pattern))
+            is_planned = text.kind in self.plans
+            self.plans[pattern.kind] = self.plans[text.kind] if is_planned else self._plan_alike(text)
         return self.plans[pattern.kind]
 
     def _is_padded(self, mask: Tensor | None) -> bool:
