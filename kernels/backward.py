@@ -9,6 +9,7 @@ dS' = P * (dP - delta), dS = dS' * dS'/dS, dQ = scale * dS K, dK = scale * dS^T 
 import triton
 import triton.language as tl
 
+from tritoncp.kernels.opaque_integers import integer
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
@@ -43,7 +44,7 @@ from tritoncp.kernels.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_s"])
 def delta_kernel(
     out,  # Strided [B, Hq, S, E]
     dout,  # Strided [B, Hq, S, E]
@@ -144,18 +145,19 @@ def dq_kernel(
     BLOCK_M: tl.constexpr = Q_LAYOUT.TILE
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     EVEN: tl.constexpr = KV_LAYOUT.BLOCK % BLOCK_N == 0
+    CUT: tl.constexpr = score_mod.fn is not None  # else absent keys, which are 0, add 0 to dQ
     keys = Stream(k, k_desc0, k_desc1)
     values = Stream(v, v_desc0, v_desc1)
 
     i_b = tl.program_id(2)
     i_tile, i_h, _ = locate_program(order, i_b, None, Q_LAYOUT.TILES, True)
-    i_hm = i_h + origin.head
+    i_hm = i_h + integer(origin.head)
     tile = locate_tile(tables.q_slots, i_b, i_tile, Q_LAYOUT)
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_q = (tile.pos + o_m)[:, None]
     m_m = o_m < tile.n
-    queries = Queries(i_b + origin.batch, i_hm, o_q, m_m)
+    queries = Queries(i_b + integer(origin.batch), i_hm, o_q, m_m)
 
     i_hkv = i_h // GROUP
     rows = head_rows(i_b, i_h, tile, o_m)
@@ -171,7 +173,7 @@ def dq_kernel(
     # bytes spilled).
     for FULL in tl.static_range(0 if RULE.MASKED else 1, 2):  # masked blocks, then full ones
         for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=True):
-            CHECK: tl.constexpr = not EVEN if FULL else RULE.RAGGED
+            CHECK: tl.constexpr = not (FULL and EVEN)
             tiles = run_tiles(tables.rows, i_run, tile, tables.kv_slots, BLOCK_M, KV_LAYOUT, FULL)
             for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
                 kv = locate_tile(tables.kv_slots, i_b, skip_cut(tiles, i_t), KV_LAYOUT)
@@ -182,7 +184,7 @@ def dq_kernel(
                 b_s = dot_nt(b_q, b_k, PRECISION, FLIP)  # S = Q K^T [M, N]
                 b_pre, b_s = to_log2(b_s, queries, o_kv, score_mod, SCALE)
                 if not FULL:
-                    m_in = visible_keys(tables, queries, b_bounds, kv, o_n, tiles.kind, RULE, False)
+                    m_in = visible_keys(tables, queries, b_bounds, kv, o_n, tiles.kind, RULE, False, CUT)
                 b_p = probabilities(b_s, b_lse)  # P = exp(S' - lse) [M, N]
                 if not FULL or not EVEN:
                     b_p = tl.where(m_in, b_p, 0.0)
@@ -237,6 +239,7 @@ def dkdv_kernel(
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     HEADS: tl.constexpr = GROUP // SPLIT
     EVEN: tl.constexpr = Q_LAYOUT.BLOCK % BLOCK_M == 0
+    CUT: tl.constexpr = score_mod.fn is not None  # else absent queries, which are 0, add 0 to dK and dV
     ACC: tl.constexpr = accumulator_dtype(q.ptr.dtype.element_ty)
     query_rows = Stream(q, q_desc0, q_desc1)
     output_grads = Stream(dout, dout_desc0, dout_desc1)
@@ -265,19 +268,21 @@ def dkdv_kernel(
         # A window's tiles are the same for every head: one loop over heads and tiles.
         for i_g in range(1 if tables.rows.runs is None else HEADS):
             i_h = i_part * HEADS + i_g
-            begin, mid, end = row_runs(tables.rows, i_b, i_h + origin.head, i_tile // KV_LAYOUT.TILES)
+            begin, mid, end = row_runs(
+                tables.rows, i_b, i_h + integer(origin.head), i_tile // KV_LAYOUT.TILES
+            )
             for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=True):
-                CHECK: tl.constexpr = not EVEN if FULL else RULE.RAGGED
+                CHECK: tl.constexpr = not (FULL and EVEN)
                 tiles = run_tiles(tables.rows, i_run, kv, tables.q_slots, BLOCK_N, Q_LAYOUT, FULL)
                 i_t = tiles.begin
                 n_t = tiles.end - tiles.begin
                 for _ in tl.range(0, n_t * HEADS if tables.rows.runs is None else n_t, disable_licm=True):
-                    i_hm = i_h + origin.head
+                    i_hm = i_h + integer(origin.head)
                     tile = locate_tile(tables.q_slots, i_b, skip_cut(tiles, i_t), Q_LAYOUT)
                     rows = head_rows(i_b, i_h, tile, o_m)
                     o_q = (tile.pos + o_m)[None, :]
                     m_m = row_mask(o_m, tile.n, CHECK)
-                    queries = Queries(i_b + origin.batch, i_hm, o_q, m_m)
+                    queries = Queries(i_b + integer(origin.batch), i_hm, o_q, m_m)
                     b_q = stream_pieces(query_rows, rows, QK, CHECK)  # [M, D]
                     b_s = dot_nt(b_k, b_q, PRECISION, FLIP)  # S^T = K Q^T [N, M]
                     b_lse = load_lse(lse, rows, m_m, score_mod, CHECK)[None, :]
@@ -286,7 +291,9 @@ def dkdv_kernel(
                     m_in = m_m[None, :]
                     if not FULL:
                         b_bounds = row_intervals(tables.interval, rows, i_hm, m_m)
-                        m_in = visible_queries(tables, queries, b_bounds, tile, o_m, o_kv, tiles.kind, RULE)
+                        m_in = visible_queries(
+                            tables, queries, b_bounds, tile, o_m, o_kv, tiles.kind, RULE, CUT
+                        )
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
                     b_do = stream_pieces(output_grads, rows, VO, CHECK)  # [M, E]

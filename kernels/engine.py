@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tritoncp.core.opaque_integers import opaque
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
 from tritoncp.kernels.launch import Launch, Launches, Recipe, State, layouts_of, prepare_launch
@@ -26,7 +27,7 @@ from tritoncp.kernels.operands import (
     streamed_tensors,
 )
 from tritoncp.kernels.options import ROUTES, TileRequest, check_options, choose, option_names
-from tritoncp.kernels.program_order import arrange_programs, check_grid, section_heads
+from tritoncp.kernels.program_order import SHARED_HEADS, arrange_programs, check_grid, section_heads
 from tritoncp.kernels.routes.route_check import verify_route
 from tritoncp.kernels.scores import Closure, Origin
 from tritoncp.kernels.tile_rules import (
@@ -334,19 +335,18 @@ class TritonEngine:
         widest = 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config)
         qk, vo = channels(q.shape[3], widest), channels(v.shape[3], widest)
         sums_values = kind == "forward" or flags.get("RESULTS") == "dv"
-        ragged = streamed.ragged(tile, bool(tables.window))
         args = (
             flags
             | tiling.args(tables)
             | {
                 "tables": step_tables(tables, self.mods.mask, by_keys),
-                "origin": Origin(self.first_row, self.first_head),
+                "origin": Origin(opaque(self.first_row), opaque(self.first_head)),
                 "SCALE": self.scale,
                 "GROUP": q.shape[1] // kv_heads,
                 "QK": qk,
                 "VO": channel_range(vo, *part) if sums_values else vo,
                 "SUM": qk if sums_values else channel_range(qk, *part),
-                "RULE": MaskRule(tables.has_masked, tables.bounded, ragged),
+                "RULE": MaskRule(tables.has_masked, tables.bounded),
                 "PRECISION": self.options.get("PRECISION", "ieee"),
             }
         )
@@ -355,7 +355,10 @@ class TritonEngine:
         else:
             tiles, heads = tiling.count_tiles(tables) * tiling.splits, tiling.count_heads(q, k)
         slots = tables.col_order if by_keys else tables.row_order
-        args["order"], grid = arrange_programs(slots, tiles, heads, heads // kv_heads * section, q.shape[0])
+        args["order"], grid = arrange_programs(
+            slots, tiles, heads, heads // kv_heads * section, q.shape[0],
+            has_sections=kv_heads > SHARED_HEADS,
+        )  # fmt: skip
         entries = streamed.descriptors(tile) if config.USE_TMA else []
         if kind == "fused" and config.USE_TMA and not INTERPRETED and copyable(tensors["dq"]):
             entries += descriptor_entries("dq", tensors["dq"], tile)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tritoncp.kernels.opaque_integers import integer
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
@@ -42,12 +43,12 @@ from tritoncp.kernels.tiles import (
     HeadRows,
     Stream,
     accumulator_dtype,
-    head_pointer,
     head_rows,
     is_last,
     load_pieces,
     load_stat,
     row_pointers,
+    stat_pointer,
     stat_pointers,
     store_pieces,
     stream_pieces,
@@ -98,7 +99,7 @@ def hide_keys(b_s, tables, queries, b_bounds, kv, o_n, kind, RULE: tl.constexpr)
     evaluating the mask_mod before the product (without: 8 bytes spilled on sm_80, 64 channels).
     """
     if tables.mask_mod.fn is not None:
-        m_in = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
+        m_in = (o_n < kv.n)[None, :]
         if kind != BOUNDED_KIND:
             b_s = tl.where(keep_pairs(tables.mask_mod, queries, (kv.pos + o_n)[None, :]), b_s, -float("inf"))
     else:
@@ -106,7 +107,7 @@ def hide_keys(b_s, tables, queries, b_bounds, kv, o_n, kind, RULE: tl.constexpr)
     return tl.where(m_in, b_s, -float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def forward_kernel(
     q,  # Strided [B, Hq, S, D]
     k,  # Strided [B, Hkv, rows, D]
@@ -153,11 +154,11 @@ def forward_kernel(
     i_hkv, i_h, o_m = tile_rows(i_y, tile.n, BLOCK_M, GROUP, PACK)
     # With PACK > 1 each row has a head of its own, and all heads share one table.
     i_hc = i_h if PACK == 1 else i_h[:, None]
-    i_ht = i_h + origin.head if PACK == 1 else i_hkv
+    i_ht = i_h + integer(origin.head) if PACK == 1 else i_hkv
     o_n = tl.arange(0, BLOCK_N)
     o_q = (tile.pos + o_m)[:, None]
     m_m = o_m < tile.n
-    queries = Queries(i_b + origin.batch, i_hc + origin.head, o_q, m_m)
+    queries = Queries(i_b + integer(origin.batch), i_hc + integer(origin.head), o_q, m_m)
     rows = HeadRows(i_b, i_h, i_hc, tile.row, o_m, tile.n)
     b_q = load_pieces(q, rows, QK)  # [M, D]
     b_bounds = row_intervals(tables.interval, rows, i_ht, m_m)
@@ -171,7 +172,7 @@ def forward_kernel(
     # spilled).
     for FULL in tl.static_range(0 if RULE.MASKED else 1, 2):  # masked blocks, then full ones
         for i_run in range(mid if FULL else begin, end if FULL else mid):
-            CHECK: tl.constexpr = not EVEN if FULL else RULE.RAGGED
+            CHECK: tl.constexpr = not (FULL and EVEN)
             tiles = run_tiles(tables.rows, i_run, tile, tables.kv_slots, Q_LAYOUT.TILE, KV_LAYOUT, FULL)
             tiles, share = share_run(tiles, share, splits)
             for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
@@ -201,7 +202,7 @@ def forward_kernel(
     store_results(Results(out, lse, max_scores, state), rows, b_m, b_l, b_acc, VO, STORE_STATE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
     parts,  # State, tensors [B, Hq * splits, S, ...]: states of the programs that share a row's keys
     splits,
@@ -227,8 +228,8 @@ def combine_kernel(
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < E
     if LOAD_STATE:
-        b_m = tl.load(head_pointer(state.m, i_b, i_h) + row)
-        b_l = tl.load(head_pointer(state.l, i_b, i_h) + row)
+        b_m = tl.load(stat_pointer(state.m, i_b, i_h) + row)
+        b_l = tl.load(stat_pointer(state.l, i_b, i_h) + row)
         b_acc = tl.load(row_pointers(state.acc, i_b, i_h, row, o_e), mask=m_e, other=0.0)  # [E]
     else:
         ACC: tl.constexpr = parts.acc.ptr.dtype.element_ty
@@ -239,8 +240,8 @@ def combine_kernel(
         o_p = i_part + tl.arange(0, PARTS)
         m_p = o_p < splits
         i_hp = i_h * splits + o_p
-        b_mp = tl.load(head_pointer(parts.m, i_b, i_hp) + row, mask=m_p, other=-float("inf"))  # [P]
-        b_lp = tl.load(head_pointer(parts.l, i_b, i_hp) + row, mask=m_p, other=0.0)
+        b_mp = tl.load(stat_pointer(parts.m, i_b, i_hp) + row, mask=m_p, other=-float("inf"))  # [P]
+        b_lp = tl.load(stat_pointer(parts.l, i_b, i_hp) + row, mask=m_p, other=0.0)
         p_ap = row_pointers(parts.acc, i_b, i_hp[:, None], row, o_e[None, :])
         b_ap = tl.load(p_ap, mask=m_p[:, None] & m_e[None, :], other=0.0)  # [P, E]
         b_max = tl.maximum(b_m, tl.max(b_mp, 0))
@@ -251,12 +252,12 @@ def combine_kernel(
         b_acc = b_acc * b_r + tl.sum(b_ap * b_w[:, None], 0)
         b_m = b_max
     if STORE_STATE:
-        tl.store(head_pointer(state.m, i_b, i_h) + row, b_m)
-        tl.store(head_pointer(state.l, i_b, i_h) + row, b_l)
+        tl.store(stat_pointer(state.m, i_b, i_h) + row, b_m)
+        tl.store(stat_pointer(state.l, i_b, i_h) + row, b_l)
         tl.store(row_pointers(state.acc, i_b, i_h, row, o_e), b_acc, mask=m_e)
     else:
         b_out = (b_acc * inverse_sum(b_l)).to(out.ptr.dtype.element_ty)
         tl.store(row_pointers(out, i_b, i_h, row, o_e), b_out, mask=m_e)
-        tl.store(head_pointer(lse, i_b, i_h) + row, row_lse(b_m, b_l))
+        tl.store(stat_pointer(lse, i_b, i_h) + row, row_lse(b_m, b_l))
         if max_scores.ptr is not None:
-            tl.store(head_pointer(max_scores, i_b, i_h) + row, row_max(b_m, b_l))
+            tl.store(stat_pointer(max_scores, i_b, i_h) + row, row_max(b_m, b_l))

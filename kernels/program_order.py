@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritoncp.core.opaque_integers import opaque
+from tritoncp.kernels.opaque_integers import integer
+
 # Bytes of streamed tensors that stay in the L2 cache beside other data: about two thirds of it. For gfx942 it
 # is the 256 MiB cache behind the L2 caches of the dies.
 L2_BYTES = {"sm_80": 26 << 20, "sm_90": 32 << 20, "sm_100": 84 << 20, "gfx942": 170 << 20}
@@ -64,16 +67,17 @@ def locate_program(order, i_b, splits, TILES: tl.constexpr, LAST_FIRST: tl.const
         i_tile = tl.program_id(1)
         n_tiles = tl.num_programs(1)
     else:
-        i_head = tl.program_id(1) * order.heads + tl.program_id(0) % order.heads
-        i_tile = tl.program_id(0) // order.heads
-        n_tiles = tl.num_programs(0) // order.heads
+        heads = integer(order.heads)
+        i_head = tl.program_id(1) * heads + tl.program_id(0) % heads
+        i_tile = tl.program_id(0) // heads
+        n_tiles = tl.num_programs(0) // heads
     i_split = 0
     if splits is not None:
         i_split = i_tile % splits
         i_tile = i_tile // splits
         n_tiles = n_tiles // splits
     if order.slots is not None:
-        i_slot = tl.load(order.slots + i_b * order.stride_b + i_tile // TILES)
+        i_slot = tl.load(order.slots + i_b * integer(order.stride_b) + i_tile // TILES)
         i_tile = i_slot * TILES + i_tile % TILES
     elif LAST_FIRST:
         i_tile = n_tiles - 1 - i_tile
@@ -103,14 +107,15 @@ def check_grid(programs: int, heads: int, batch: int) -> tuple[int, int, int]:
 
 
 def arrange_programs(
-    slots: Tensor | None, tiles: int, heads: int, section: int, batch: int
+    slots: Tensor | None, tiles: int, heads: int, section: int, batch: int, *, has_sections: bool = False
 ) -> tuple[ProgramOrder, tuple[int, int, int]]:
     """Make the kernel argument and the grid of a launch.
 
     slots: a step's table, or None; tiles, heads: of each batch row; section: programs of a section that
-    differ only in their heads, a divisor of ``heads``. Raises the ValueError of :func:`check_grid`.
+    differ only in their heads, a divisor of ``heads``; has_sections: whether other lengths have several
+    sections, so that the same kernel serves this one. Raises the ValueError of :func:`check_grid`.
     """
-    stride = 0 if slots is None or slots.shape[0] == 1 else slots.stride(0)
-    if section == heads and tiles <= MAX_TILES:
+    stride = opaque(0 if slots is None or slots.shape[0] == 1 else slots.stride(0))
+    if section == heads and tiles <= MAX_TILES and not has_sections:
         return ProgramOrder(slots, stride, None), check_grid(heads, tiles, batch)
-    return ProgramOrder(slots, stride, section), check_grid(tiles * section, heads // section, batch)
+    return ProgramOrder(slots, stride, opaque(section)), check_grid(tiles * section, heads // section, batch)

@@ -16,7 +16,7 @@ from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 from tritoncp._version import __version__ as __version__
-from tritoncp.core.late_binding import BOUND as _BOUND
+from tritoncp.planning.late_binding import BOUND as _BOUND
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput as AuxOutput

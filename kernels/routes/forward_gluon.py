@@ -22,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritoncp.kernels.forward import Results
 from tritoncp.kernels.launch import Launch
+from tritoncp.kernels.opaque_integers import integer
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
@@ -407,7 +408,7 @@ def gluon_forward_kernel(
     i_h = program.i_head
     tile = locate_tile(tables.q_slots, i_b, program.i_tile, Q_LAYOUT)
     i_slot = program.i_tile // Q_LAYOUT.TILES
-    walk = Walk(i_b, i_h, i_h // GROUP, i_h + origin.head, i_slot, tile, tables)
+    walk = Walk(i_b, i_h, i_h // GROUP, i_h + integer(origin.head), i_slot, tile, tables)
     results = Results(out, lse, max_scores, state)
 
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, GROUP_ROWS, D], q_desc.layout)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tritoncp.kernels.backward import load_lse, score_gradients
 from tritoncp.kernels.forward import Results, start_state, store_results
+from tritoncp.kernels.opaque_integers import integer
 from tritoncp.kernels.scores import (
     LOG2E,
     Queries,
@@ -152,22 +153,24 @@ def query_tile(i_b, i_h0, i_row, i_part, m_m, o_m, places, TILING: tl.constexpr)
     on; those outside of ``m_m`` are absent."""
     o_p = i_part * TILING.piece + o_m % TILING.piece
     o_s = i_row * TILING.queries + o_p
-    m_m = m_m & (o_p < TILING.queries) & (o_s < places.num_queries)
+    m_m = m_m & (o_p < TILING.queries) & (o_s < integer(places.num_queries))
     i_h = i_h0 + (o_m // TILING.piece) % TILING.heads
-    offsets = tl.where(m_m, o_s, places.num_queries)
-    return HeadRows(i_b, i_h, i_h[:, None], tl.full([], 0, tl.int32), offsets, places.num_queries), m_m
+    offsets = tl.where(m_m, o_s, integer(places.num_queries))
+    return HeadRows(
+        i_b, i_h, i_h[:, None], tl.full([], 0, tl.int32), offsets, integer(places.num_queries)
+    ), m_m
 
 
 @triton.jit
 def load_positions(ptr, stride, i_b, offsets, mask):
     """Global positions of rows."""
-    return tl.load(ptr + i_b.to(tl.int64) * stride + offsets, mask=mask, other=0)
+    return tl.load(ptr + i_b.to(tl.int64) * integer(stride) + offsets, mask=mask, other=0)
 
 
 @triton.jit
 def list_row(lists, i_b, i_hs, i_row):
     """The index of a row of the selection in the lists."""
-    return i_b.to(tl.int64) * lists.stride_b + i_hs.to(tl.int64) * lists.stride_h + i_row
+    return i_b.to(tl.int64) * integer(lists.stride_b) + i_hs.to(tl.int64) * integer(lists.stride_h) + i_row
 
 
 @triton.jit
@@ -187,15 +190,15 @@ def position_tile(places, i_b, i_hkv, pos, TILE: tl.constexpr):
     """The tile of keys at the positions from ``pos`` on, a multiple of TILE."""
     o_n = tl.arange(0, TILE)
     if places.rows is not None:
-        b_row = tl.load(places.rows + i_b.to(tl.int64) * places.rows_stride + pos + o_n)
-        offsets = tl.where(b_row >= 0, b_row, places.num_keys)
-        rows = HeadRows(i_b, i_hkv, i_hkv, tl.full([], 0, tl.int32), offsets, places.num_keys)
+        b_row = tl.load(places.rows + i_b.to(tl.int64) * integer(places.rows_stride) + pos + o_n)
+        offsets = tl.where(b_row >= 0, b_row, integer(places.num_keys))
+        rows = HeadRows(i_b, i_hkv, i_hkv, tl.full([], 0, tl.int32), offsets, integer(places.num_keys))
         return KeyTile(rows, b_row >= 0, pos + o_n, pos)
     else:
         row = pos
-        n = places.num_keys - pos
+        n = integer(places.num_keys) - pos
         if places.tiles is not None:
-            row = tl.load(places.tiles + i_b.to(tl.int64) * places.rows_stride + pos // TILE)
+            row = tl.load(places.tiles + i_b.to(tl.int64) * integer(places.rows_stride) + pos // TILE)
             n = tl.where(row >= 0, TILE, 0)
         return KeyTile(HeadRows(i_b, i_hkv, i_hkv, row, o_n, n), o_n < n, pos + o_n, pos)
 
@@ -218,11 +221,11 @@ def selected_tile(
     """Keys i_n : i_n + BLOCK_N of a row of the selection. listed: of :func:`listed_keys`"""
     if BLOCK == 1:
         m_n = i_n + tl.arange(0, BLOCK_N) < end
-        offsets = tl.where(m_n, listed, places.num_keys)
+        offsets = tl.where(m_n, listed, integer(places.num_keys))
         o_kv = offsets
         if score_mod.fn is not None:
             o_kv = load_positions(places.keys, places.key_stride, i_b, offsets, m_n)
-        rows = HeadRows(i_b, i_hkv, i_hkv, tl.full([], 0, tl.int32), offsets, places.num_keys)
+        rows = HeadRows(i_b, i_hkv, i_hkv, tl.full([], 0, tl.int32), offsets, integer(places.num_keys))
         return KeyTile(rows, m_n, o_kv, i_n)
     else:
         return position_tile(places, i_b, i_hkv, listed * BLOCK + i_n % BLOCK, BLOCK_N)
@@ -239,7 +242,9 @@ def selected_queries(
     if score_mod.fn is not None or BLOCK > 1:
         o_q = load_positions(places.queries, places.query_stride, i_b, rows.offsets, m_m)
         m_m = m_m & (o_q >= 0)
-    return rows, Queries(i_b + origin.batch, rows.head_column + origin.head, o_q[:, None], m_m)
+    return rows, Queries(
+        i_b + integer(origin.batch), rows.head_column + integer(origin.head), o_q[:, None], m_m
+    )
 
 
 @triton.jit
@@ -255,7 +260,9 @@ def key_queries(
         m_m = m_m & (o_q >= 0)
         offsets = tl.where(m_m, rows.offsets, rows.count)
         rows = HeadRows(i_b, rows.head, rows.head_column, rows.first, offsets, rows.count)
-    return rows, Queries(i_b + origin.batch, (rows.head + origin.head)[None, :], o_q[None, :], m_m)
+    return rows, Queries(
+        i_b + integer(origin.batch), (rows.head + integer(origin.head))[None, :], o_q[None, :], m_m
+    )
 
 
 @triton.jit
@@ -264,8 +271,8 @@ def query_intervals(rule, rows, queries):
     if rule is None:
         return queries.pos, queries.pos  # not read
     elif rule.interval is not None:
-        o_row = rows.batch.to(tl.int64) * rule.interval.stride_b + rows.offsets
-        o_row += (queries.head * rule.interval.stride_h).to(tl.int64).reshape(rows.offsets.shape)
+        o_row = rows.batch.to(tl.int64) * integer(rule.interval.stride_b) + rows.offsets
+        o_row += (queries.head * integer(rule.interval.stride_h)).to(tl.int64).reshape(rows.offsets.shape)
         b_begin = tl.load(rule.interval.begin + o_row, mask=queries.present, other=0)
         b_end = tl.load(rule.interval.end + o_row, mask=queries.present, other=0)
         return b_begin.reshape(queries.pos.shape), b_end.reshape(queries.pos.shape)
@@ -278,11 +285,15 @@ def shown_pairs(rule, rows, queries, b_bounds, first, o_kv):
     """Mask of the pairs that the mask shows in a tile of keys from position ``first`` on."""
     m_q = queries.present.reshape(queries.pos.shape)
     if rule.window is not None:
-        return m_q & window_mask(o_kv, queries.pos, rule.window[0], rule.window[1], None)
+        return m_q & window_mask(o_kv, queries.pos, integer(rule.window[0]), integer(rule.window[1]), None)
     else:
         o_column = first if rule.aligned is not None else o_kv
-        o_b = rows.batch.to(tl.int64) * rule.stride_b + o_column // rule.kv_block
-        o_kind = o_b + queries.head.to(tl.int64) * rule.stride_h + queries.pos // rule.q_block * rule.columns
+        o_b = rows.batch.to(tl.int64) * integer(rule.stride_b) + o_column // rule.kv_block
+        o_kind = (
+            o_b
+            + queries.head.to(tl.int64) * integer(rule.stride_h)
+            + queries.pos // rule.q_block * integer(rule.columns)
+        )
         b_kind = tl.load(rule.kinds + o_kind, mask=m_q, other=HIDDEN_KIND)
         if rule.interval is not None:
             m_in = interval_mask(o_kv, b_bounds[0], b_bounds[1], m_q, None, b_kind, False)
@@ -466,7 +477,7 @@ def listed_queries(
     them)."""
     o_e = o_m // (TILING.heads * TILING.piece)
     m_e = (o_e < ENTRIES) & (i_e + o_e < end)
-    o_entry = o_list * lists.entries + (i_e + o_e) // TILING.parts
+    o_entry = o_list * integer(lists.entries) + (i_e + o_e) // TILING.parts
     i_part = (i_e + o_e) % TILING.parts
     i_row = tl.load(lists.rows + o_entry, mask=m_e, other=0)
     return key_queries(i_b, i_h0, i_row, i_part, m_e, o_m, places, origin, True, TILING)
@@ -535,8 +546,8 @@ def selected_dkdv_kernel(
     b_dv = zeros_pieces(BLOCK_N, VO, ACC)  # [N, E]
     for i_g in range(0, GROUP // TILING.heads):
         i_h0 = i_hkv * GROUP + i_g * TILING.heads
-        o_list = i_b.to(tl.int64) * lists.stride_b + (i_h0 + FIRST) // SHARE
-        p_ptr = lists.ptr + o_list * (lists.blocks * 2 + 1) + i_tile * BLOCK_N // BLOCK * 2
+        o_list = i_b.to(tl.int64) * integer(lists.stride_b) + (i_h0 + FIRST) // SHARE
+        p_ptr = lists.ptr + o_list * (integer(lists.blocks) * 2 + 1) + i_tile * BLOCK_N // BLOCK * 2
         for FULL in tl.static_range(0, 2):  # rows that see the block in part, then whole
             end = tl.load(p_ptr + FULL + 1) * TILING.parts
             for i_e in tl.range(tl.load(p_ptr + FULL) * TILING.parts, end, ENTRIES):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tritoncp.kernels.opaque_integers import integer
 from tritoncp.kernels.scores import scale_pieces, zeros_pieces
 from tritoncp.kernels.selected.attention import (
     add_key_gradients,
@@ -44,19 +45,21 @@ class KeyOrder(NamedTuple):
 @triton.jit
 def order_row(order, i_b, i_hs, first):
     """The index of the chunk that begins with row ``first`` of the selection, in the tables of an order."""
-    o_list = i_b.to(tl.int64) * order.stride_b + i_hs
-    return o_list * order.chunks + first // order.rows
+    o_list = i_b.to(tl.int64) * integer(order.stride_b) + i_hs
+    return o_list * integer(order.chunks) + first // integer(order.rows)
 
 
 @triton.jit
 def entry_rows(lists, order, i_b, i_part, o_chunk, i_entry, o_n, m_n):
     """Where the partial sums of entries lie. i_entry: the first of them, counted in the chunk"""
-    b_slot = tl.load(order.slots + o_chunk * order.entries + i_entry + o_n, mask=m_n, other=0)
-    offsets = tl.where(m_n, b_slot, order.entries).to(tl.int64)  # times channels they may exceed 31 bits
-    return HeadRows(i_b, i_part, i_part, tl.full([], 0, tl.int32), offsets, order.entries)
+    b_slot = tl.load(order.slots + o_chunk * integer(order.entries) + i_entry + o_n, mask=m_n, other=0)
+    offsets = tl.where(m_n, b_slot, integer(order.entries)).to(
+        tl.int64
+    )  # times channels they may exceed 31 bits
+    return HeadRows(i_b, i_part, i_part, tl.full([], 0, tl.int32), offsets, integer(order.entries))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def partial_dkdv_kernel(
     q,  # Strided [B, Hq, S, D]
     k,  # Strided [B, Hkv, rows, D]
@@ -140,7 +143,7 @@ def add_row_sums(b_c, b_x):
     return b_y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def sum_dkdv_kernel(
     dk_parts,  # Strided [B, Hkv * PARTS, entries, D], of a chunk
     dv_parts,  # Strided [B, Hkv * PARTS, entries, E]
@@ -164,7 +167,7 @@ def sum_dkdv_kernel(
     i_hkv = tl.program_id(1)
     i_b = tl.program_id(2)
     # A row that holds no key of this batch row may hold one of another, and is neither read nor written.
-    if tl.load(places.keys + i_b.to(tl.int64) * places.key_stride + i_key) >= 0:
+    if tl.load(places.keys + i_b.to(tl.int64) * integer(places.key_stride) + i_key) >= 0:
         key = HeadRows(i_b, i_hkv, i_hkv, i_key, tl.arange(0, 1), 1)
         b_dk = zeros_pieces(1, QK, ACC)
         b_dv = zeros_pieces(1, VO, ACC)
@@ -173,7 +176,9 @@ def sum_dkdv_kernel(
             b_dv = load_pieces(dv_before, key, VO)
         for i_p in range(0, PARTS):
             i_part = i_hkv * PARTS + i_p
-            p_ptr = order.ptr + order_row(order, i_b, i_part // LISTS, first) * (order.keys + 1) + i_key
+            p_ptr = (
+                order.ptr + order_row(order, i_b, i_part // LISTS, first) * (integer(order.keys) + 1) + i_key
+            )
             end = tl.load(p_ptr + 1)
             for i_e in tl.range(tl.load(p_ptr), end, BLOCK_N):
                 parts = HeadRows(i_b, i_part, i_part, i_e, tl.arange(0, BLOCK_N), end - i_e)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tritoncp.kernels.backward import load_lse
+from tritoncp.kernels.opaque_integers import integer
 from tritoncp.kernels.scores import dot_nt, probabilities, to_log2
 from tritoncp.kernels.selected.attention import load_positions, selected_queries
 from tritoncp.kernels.tiles import HeadRows, accumulator_dtype, load_pieces
@@ -48,13 +49,15 @@ def selected_probabilities_kernel(
     i_hs = tl.program_id(1)
     i_b = tl.program_id(2)
     o_m = tl.arange(0, BLOCK_M)
-    o_list = ((i_b.to(tl.int64) * entries.shares + i_hs) * entries.num_rows + i_s) * entries.width
+    o_list = (
+        (i_b.to(tl.int64) * integer(entries.shares) + i_hs) * integer(entries.num_rows) + i_s
+    ) * entries.width
     for i_n in tl.range(0, entries.width, BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)
         b_row = tl.load(entries.keys + o_list + o_n, mask=o_n < entries.width, other=-1)
         m_n = b_row >= 0
         if tl.max(b_row, 0) >= 0:
-            offsets = tl.where(m_n, b_row, places.num_keys)
+            offsets = tl.where(m_n, b_row, integer(places.num_keys))
             o_kv = offsets[None, :]
             if score_mod.fn is not None:
                 o_kv = load_positions(places.keys, places.key_stride, i_b, offsets, m_n)[None, :]
@@ -63,7 +66,9 @@ def selected_probabilities_kernel(
                 i_h0 = i_hs * SHARE + i_g * TILING.heads
                 i_hkv = i_h0 // GROUP
                 rows, queries = selected_queries(i_b, i_h0, i_s, 0, o_m, places, score_mod, origin, TILING, 1)
-                kv_rows = HeadRows(i_b, i_hkv, i_hkv, tl.full([], 0, tl.int32), offsets, places.num_keys)
+                kv_rows = HeadRows(
+                    i_b, i_hkv, i_hkv, tl.full([], 0, tl.int32), offsets, integer(places.num_keys)
+                )
                 b_q = load_pieces(q, rows, QK)  # [M, D]
                 b_k = load_pieces(k, kv_rows, QK)  # [N, D]
                 b_lse = load_lse(lse, rows, queries.present, score_mod)[:, None]

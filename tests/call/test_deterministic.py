@@ -10,7 +10,6 @@ import triton.language as tl
 import tritoncp
 from tests.mods.harness import N, grad_kernel
 from tritoncp.mods import Mod, deterministic_sum, score_mod
-from tritoncp.mods.mod import gradient_arguments
 from tritoncp.reference.dense import dense_attention
 
 CPU = torch.device("cpu")
@@ -25,7 +24,7 @@ def added(values: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tens
     buffer = deterministic_sum.buffer(mod.tensors[0], CPU)
     keep = torch.ones(N, N, dtype=torch.int8)
     out = torch.zeros_like(tiles[0])
-    dcaps = gradient_arguments([buffer])
+    dcaps = mod.dcaps([buffer])
     for tile in tiles:
         args = (tile.contiguous(), out, 0, 0, 0, 0, mod.caps(), dcaps, keep, mod.grad, N)
         grad_kernel[(1,)](out, *args)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 import tritoncp
 from tests.kernels.support.harness import cotangents, qkv, run
+from tritoncp.core.opaque_integers import opaque
 from tritoncp.kernels import program_order
 from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.opaque_integers import integer
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.program_order import (
     L2_BYTES,
@@ -34,28 +36,32 @@ def count_kernel(visits, order, splits, TILES: tl.constexpr, LAST_FIRST: tl.cons
     if order.heads is None:
         n_heads, n_tiles = tl.num_programs(0), tl.num_programs(1)
     else:
-        n_heads, n_tiles = tl.num_programs(1) * order.heads, tl.num_programs(0) // order.heads
+        n_heads, n_tiles = (
+            tl.num_programs(1) * integer(order.heads),
+            tl.num_programs(0) // integer(order.heads),
+        )
     if splits is not None:
         i_tile = i_tile * splits + i_split
     tl.atomic_add(visits + ((i_b * n_heads + i_head) * n_tiles + i_tile), 1)
 
 
-@pytest.mark.parametrize("section", [1, 2, 4])
+@pytest.mark.parametrize(("section", "has_sections"), [(1, True), (2, True), (4, True), (4, False)])
 @pytest.mark.parametrize("max_tiles", [1, 12])
 @pytest.mark.parametrize("splits", [None, 2])
 @pytest.mark.parametrize("table", ["none", "shared", "by row"])
 def test_every_tile_has_one_program(
-    section: int, max_tiles: int, splits: int | None, table: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    section: int, has_sections: bool, max_tiles: int, splits: int | None, table: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(program_order, "MAX_TILES", max_tiles)
     batch, heads, slots, tiles = 2, 4, 3, 2
     order = torch.stack([torch.randperm(slots, dtype=torch.int32) for _ in range(batch)])
     slots_table = {"none": None, "shared": order[:1], "by row": order}[table]
     count = slots * tiles * (splits or 1)
     visits = torch.zeros(batch, heads, count, dtype=torch.int32)
-    argument, grid = arrange_programs(slots_table, count, heads, section, batch)
-    assert (argument.heads is None) == (section == heads and count <= max_tiles)
-    assert argument.stride_b == (slots if table == "by row" else 0)
+    argument, grid = arrange_programs(slots_table, count, heads, section, batch, has_sections=has_sections)
+    assert (argument.heads is None) == (section == heads and count <= max_tiles and not has_sections)
+    assert argument.stride_b == opaque(slots if table == "by row" else 0)
     for last_first in (False, True):
         count_kernel[grid](visits.zero_(), argument, splits, tiles, last_first)
         assert bool((visits == 1).all())

@@ -15,7 +15,6 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from tritoncp.kernels.scores import Closure, Queries, modify_scores
 from tritoncp.mods import Mod
-from tritoncp.mods.mod import gradient_arguments
 
 N = 16
 FORMULAS = tomllib.loads(Path(__file__).with_name("formulas.toml").read_text())
@@ -70,7 +69,7 @@ def run_grad(
 ) -> tuple[Tensor, list[Tensor]]:
     out = torch.full_like(scores, float("nan"))
     grads = [torch.zeros(mod.tensors[i].shape, dtype=scores.dtype) for i in mod.wants]
-    args = (b, h, q0, k0, mod.caps(), gradient_arguments(grads), keep.to(torch.int8), mod.grad, N)
+    args = (b, h, q0, k0, mod.caps(), mod.dcaps(grads), keep.to(torch.int8), mod.grad, N)
     grad_kernel[(1,)](out, dscores, scores, *args)
     return out, grads
 

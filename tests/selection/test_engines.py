@@ -17,7 +17,6 @@ from tritoncp.cpu.engine import CpuEngine
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.kernels.engine import TritonEngine
-from tritoncp.mods.mod import arguments
 from tritoncp.planning.placement import take
 from tritoncp.planning.selected_rows import SelectedRows
 from tritoncp.reference.dense import dense_attention
@@ -113,7 +112,7 @@ def test_attention_to_selected_keys_equals_dense_attention(
             engines.append(SelectedCpuEngine(engine, *selected))
         else:
             mod, captured = call_mods.translate_score(score, F64, q.device)
-            triton = TritonEngine(kernel_mods(None, mod, arguments(captured, mod.numbers)), 8**-0.5)
+            triton = TritonEngine(kernel_mods(None, mod, mod.caps(captured)), 8**-0.5)
             engines.append(SelectedTritonEngine(triton, *selected))
     visible = mask.to_dense(2, 4) & shown.repeat_interleave(4 // shares, 1)
     want = dense_attention(q, k, v, visible, score)

@@ -22,7 +22,6 @@ from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.mods import Mod, mask_mod
-from tritoncp.mods.mod import arguments, gradient_arguments
 from tritoncp.perf.problem import Problem
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import lengthen, take
@@ -153,8 +152,7 @@ def mods_of(problem: Problem, q: Tensor, mask: Mod | None = None) -> Mods:
         return engine_factory.kernel_mods(mask, None)
     mod, tensors = call_mods.translate_score(score, q.dtype, q.device)
     grads = [torch.zeros(tensors[i].shape, dtype=torch.float32, device=q.device) for i in mod.wants]
-    caps = arguments(upload(tensors, q.device), mod.numbers)
-    return engine_factory.kernel_mods(mask, mod, caps, gradient_arguments(grads))
+    return engine_factory.kernel_mods(mask, mod, mod.caps(upload(tensors, q.device)), mod.dcaps(grads))
 
 
 def launch_of(job: Job) -> Any:

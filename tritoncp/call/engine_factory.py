@@ -27,7 +27,6 @@ from tritoncp.kernels.options import PINNED, ROUTES, check_options, warn_left_ou
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.measured_tiles import tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.mods import Mod, deterministic_sum
-from tritoncp.mods.mod import arguments, gradient_arguments
 from tritoncp.mods.tracing import OwnGradient, WideGradients
 from tritoncp.planning.derived import PlanCache
 from tritoncp.planning.step_tables import Engine
@@ -90,7 +89,7 @@ def engine_of(
     if score is not None:
         if 0 in [x.ndim for x in tensors]:  # may be on the CPU: torch combines them with any tensor
             tensors = upload(tensors, device)  # at every call, since they may be edited between calls
-        numbers = tuple(map(specialisation_of, score.numbers))
+        numbers = tuple(map(specialisation_of, score.number_arguments))
     layouts = tuple(map(layout_of, (q, k, v, *extra, *grads, *tensors)))
     key: Any = (  # equal to the EngineKey of these fields, which takes longer to make
         call.facts or Facts.of(call, q, k, v), numbers, layouts, plan.rank,
@@ -107,8 +106,7 @@ def engine_of(
     # The engine reads the tensors of its mask_mod on this stream.
     mask_mod = None if mask_copy is None else mask_copy.on_current_stream()
     if score is not None and (tensors or score.numbers):
-        caps = arguments(tensors, score.numbers)
-        engine = engine.with_captures(caps, gradient_arguments(grads) if grads else ())
+        engine = engine.with_captures(score.caps(tensors), score.dcaps(grads))
     if call.selected is None:
         return engine
     from tritoncp.selection.triton_engine import SelectedTritonEngine  # late: it imports the kernels
@@ -274,6 +272,7 @@ def name_functions() -> None:
     from tritoncp.kernels import (
         backward,
         forward,
+        opaque_integers,
         scores,
         tile_runs,
         tiles,
@@ -283,7 +282,8 @@ def name_functions() -> None:
     from tritoncp.mods.translate import triton_helpers
 
     modules = (
-        tiles, tile_runs, scores, triton_helpers, forward, backward, attention, gradients, probabilities
+        opaque_integers, tiles, tile_runs, scores, triton_helpers, forward, backward, attention, gradients,
+        probabilities,
     )  # fmt: skip
     for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon has no interpreter
         for function in vars(module).values():

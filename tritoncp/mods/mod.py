@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.opaque_integers import opaque
 from tritoncp.core.records import record
 from tritoncp.mods import source_cache
 from tritoncp.mods.errors import Untranslatable
@@ -57,6 +58,8 @@ class Mod:
     back: `grad` without additions to dcaps
     loads: number of axes of a score tile (q, kv) on which addresses of loads from `tensors` depend: 0 if only
         on b and h, 2 if each score loads another value
+    rows: indices of the tensors whose last dimension is read along q or kv, for which kernels use the
+        alignment of the other strides
     """
 
     digest: str
@@ -69,6 +72,7 @@ class Mod:
     graph: fx.GraphModule | None
     back: JITFunction | None = None
     loads: int = 2
+    rows: tuple[int, ...] = ()
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         """Call the torch form with the current captures, so that a Mod is a mask_mod or score_mod in
@@ -106,9 +110,35 @@ class Mod:
             raise self.fn.error.with_traceback(None)
         return self
 
-    def caps(self) -> tuple[Any, ...]:
-        """Return the `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then numbers."""
-        return arguments(self.tensors, self.numbers)
+    def caps(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
+        """Return the `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then numbers.
+
+        tensors: instead of the mod's. Integers of a translated mod are opaque, see
+        :mod:`tritoncp.core.opaque_integers`, but strides of last dimensions and of the tensors in `rows`
+        """
+        tensors = self.tensors if tensors is None else tensors
+        if self.graph is None:
+            return (*[_argument(x, tuple(x.shape), x.stride()) for x in tensors], *self.numbers)
+        return (*[_opaque_argument(x, i in self.rows) for i, x in enumerate(tensors)], *self.number_arguments)
+
+    @property
+    def number_arguments(self) -> tuple[int | float, ...]:
+        """The numbers as arguments of a kernel."""
+        if self.graph is None:
+            return self.numbers
+        return tuple([opaque(n) if type(n) is int else n for n in self.numbers])
+
+    def dcaps(self, grads: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return the `dcaps` argument of a kernel: buffers for the gradients of `tensors[i] for i in wants`.
+
+        grads: zeroed, of the shapes of these tensors, float32 (float64 for float64 captures); or int64
+        accumulators of `deterministic_sum.buffer`
+        """
+        ranks = [g.ndim - (g.dtype is torch.int64) for g in grads]
+        shapes = [(tuple(g.shape[:rank]), g.stride()[:rank]) for g, rank in zip(grads, ranks, strict=True)]
+        if self.graph is None:
+            return tuple([_argument(g, *layout) for g, layout in zip(grads, shapes, strict=True)])
+        return tuple([_opaque_argument(g, False, *layout) for g, layout in zip(grads, shapes, strict=True)])
 
     @classmethod
     def from_triton(
@@ -164,29 +194,20 @@ def structure_of(digest: str) -> Mod:
     return mod
 
 
-def arguments(tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> tuple[Any, ...]:
-    """Return the `caps` argument of a kernel for these captures, see :meth:`Mod.caps`."""
-    return (*map(_argument, tensors), *numbers)
-
-
-def gradient_arguments(grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the `dcaps` argument of a kernel: buffers for the gradients of `tensors[i] for i in wants`.
-
-    grads: zeroed, of the shapes of these tensors, float32 (float64 for float64 captures); or int64
-    accumulators of `deterministic_sum.buffer`
-    """
-    return tuple(
-        [
-            (g, tuple(g.shape[:-1]), tuple(g.stride()[:-1])) if g.dtype is torch.int64 else _argument(g)
-            for g in grads
-        ]
-    )
-
-
-def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+def _argument(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> tuple[Any, ...]:
+    """Return (pointer, sizes, strides) of a tensor."""
     plain = tensor.detach() if tensor.requires_grad else tensor
-    plain = plain.view(torch.uint8) if plain.dtype is torch.bool else plain
-    return plain, tuple(tensor.shape), tensor.stride()
+    return plain.view(torch.uint8) if plain.dtype is torch.bool else plain, sizes, strides
+
+
+def _opaque_argument(
+    tensor: Tensor, is_read_by_rows: bool, sizes: Sequence[int] | None = None, strides: Sequence[int] = ()
+) -> tuple[Any, ...]:
+    """Return the argument of a tensor for a translated mod. sizes, strides: default: those of the tensor"""
+    if sizes is None:
+        sizes, strides = tensor.shape, tensor.stride()
+    outer = strides[:-1] if is_read_by_rows else map(opaque, strides[:-1])
+    return _argument(tensor, tuple(map(opaque, sizes)), (*outer, *strides[-1:]))
 
 
 def _runnable(fn: JITFunction | None) -> JITFunction | None:
@@ -306,7 +327,25 @@ def _trace(
     from tritoncp.mods.translate.trace import trace_mod  # late: it imports Dynamo, which plans do not need
 
     trace = trace_mod(fn, is_score, dtype, state)
+    if trace.has_offsets:
+        constant = trace_mod(fn, is_score, dtype, state, lift_offsets=False)
+        trace = constant if _proves_more(constant, trace) else trace
     return _build(trace), _tensor_sources(trace, state.tensors)
+
+
+def _proves_more(constant: ModTrace, trace: ModTrace) -> bool:
+    """Return whether fewer indices may be negative or take 64 bits where integers in indices are constants.
+
+    An index that may be negative takes three more instructions for each pair. An example is
+    ``bias[(q_idx - kv_idx).clamp(-n, n) + n]``.
+    """
+    from tritoncp.mods.translate.emit import emit_source  # late: it imports Dynamo
+
+    try:
+        wide, narrow = (emit_source(x).source for x in (trace, constant))
+    except Untranslatable:
+        return True
+    return any(narrow.count(text) < wide.count(text) for text in ("wrap(", "tl.int64"))
 
 
 def _build(trace: ModTrace) -> Mod:
@@ -324,15 +363,15 @@ def _build(trace: ModTrace) -> Mod:
 def _build_kernels(trace: ModTrace) -> Mod:
     from tritoncp.mods.translate.emit import emit_source  # late: it imports Dynamo
 
-    source, loads = emit_source(trace)
+    source, loads, rows = emit_source(trace)
     module = source_cache.load(source)
     fn = module.score_mod if trace.is_score else module.mask_mod
     grad = module.score_grad if trace.is_score else None
     score_only = replace(trace, joint=trace.back, wants=())
-    back = source_cache.load(emit_source(score_only)[0]).score_grad if trace.wants else grad
+    back = source_cache.load(emit_source(score_only).source).score_grad if trace.wants else grad
     digest = source_cache.digest_of(f"{source}\n{_torch_form(trace)}")  # it may have many torch forms
     captures = trace.tensors, trace.numbers, trace.wants
-    return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads)
+    return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads, rows)
 
 
 def _torch_form(trace: ModTrace) -> str:

@@ -7,15 +7,18 @@ below.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import itertools
+import linecache
 import re
 import sys
 import traceback
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,6 +112,78 @@ def user_line(default: str = "an unknown line", callers: Container[CodeType] = (
         if _is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{line}"
     return default
+
+
+class Operands(NamedTuple):
+    """The operands of an operation in its source.
+
+    literals: (type, repr) of numbers
+    names:    others that may be captured numbers: names, attributes, items and calls of functions; None
+        without the source
+    """
+
+    literals: frozenset[tuple[type, str]] = frozenset()
+    names: tuple[str, ...] | None = None
+
+    def may_be_captured(self, number: int | float) -> bool:
+        """Return whether an operand that has the value of a captured number may be that number."""
+        return self.names != () and (type(number), repr(number)) not in self.literals
+
+
+def user_operands(callers: Container[CodeType] = ()) -> Operands:
+    """Return the operands of the expression that user code evaluates now; none without its source. callers:
+    as in :func:`user_line`"""
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code in callers:
+            break
+        if _is_user_file(frame.f_code.co_filename):
+            return _operands(_source_of(frame.f_code, frame.f_lasti))
+    return Operands()
+
+
+def _source_of(code: CodeType, instruction: int) -> str:
+    """Return the source of an instruction at a place in bytes; "" if it is unknown."""
+    place = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    lines = [line.encode() for line in linecache.getlines(code.co_filename)]
+    first, last, begin, end = place
+    if first is None or last is None or begin is None or end is None or last > len(lines):
+        return ""
+    own = lines[first - 1 : last]
+    own[-1] = own[-1][:end]
+    own[0] = own[0][begin:]
+    return b"".join(own).decode()
+
+
+def _operands(source: str) -> Operands:
+    """Return the operands of an expression or augmented assignment.
+
+    >>> _operands("q - kv >= -1"), _operands("torch.where(keep, score, config.floor)")[1]
+    (Operands(literals=frozenset({(<class 'int'>, '-1')}), names=()), ('keep', 'score', 'config.floor'))
+    """
+    try:
+        tree: ast.AST = ast.parse(f"({source})", mode="eval").body
+    except SyntaxError:
+        try:
+            tree = ast.parse(source.strip()).body[0]
+        except (SyntaxError, IndexError):
+            return Operands()
+    parts: list[ast.expr] = []
+    for _, value in ast.iter_fields(tree):
+        parts += [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, ast.expr)]
+    parts += [word.value for word in getattr(tree, "keywords", ())]
+    literals = set()
+    for part in parts:
+        with suppress(ValueError, TypeError, SyntaxError):  # it is not a literal
+            value = ast.literal_eval(part)
+            literals.add((type(value), repr(value)))
+    own = parts[1:] if isinstance(tree, ast.Call) else parts
+    return Operands(frozenset(literals), tuple([ast.unparse(x) for x in own if _may_be_number(x)]))
+
+
+def _may_be_number(operand: ast.expr) -> bool:
+    if isinstance(operand, ast.Call):
+        return isinstance(operand.func, ast.Name)  # as float(n)
+    return isinstance(operand, ast.Name | ast.Attribute | ast.Subscript)
 
 
 def last_user_line(stack: Sequence[traceback.FrameSummary], default: str) -> str:

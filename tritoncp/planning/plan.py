@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tritoncp.core.handles import handle_of, stand_for
 from tritoncp.core.host_copy import on_host
-from tritoncp.core.late_binding import load_bound
 from tritoncp.core.pytrees import register_handled
 from tritoncp.core.records import fields_of, record, replace
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
@@ -27,6 +26,7 @@ from tritoncp.masks.runs.block_runs import Runs
 from tritoncp.planning.costs import traffic as key_traffic
 from tritoncp.planning.costs.hardware import Hardware
 from tritoncp.planning.derived import DerivedTables
+from tritoncp.planning.late_binding import load_bound
 from tritoncp.planning.parts import check_keys, check_part, chunk_rows, rows_of_placement
 from tritoncp.planning.placement import Placement, check_side
 from tritoncp.planning.step_tables import Tables

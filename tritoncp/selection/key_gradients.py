@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.kernels.launch import Launch
+from tritoncp.kernels.opaque_integers import opaque_fields
 from tritoncp.kernels.program_order import check_grid
 from tritoncp.kernels.selected.attention import Places
 from tritoncp.kernels.selected.gradients import KeyOrder, sum_dkdv_kernel
@@ -41,7 +42,13 @@ def sums_launch(dk: Tensor, dv: Tensor, order: KeyOrder, places: Places, heads: 
     v_dim = dv.shape[3]
     values = {
         **{name: view(None) for name in ("dk_parts", "dv_parts", "dk_before", "dv_before")},
-        **{"dk": view(dk), "dv": view(dv), "order": order, "places": places, "first": 0},
+        **{
+            "dk": view(dk),
+            "dv": view(dv),
+            "order": opaque_fields(order),
+            "places": opaque_fields(places),
+            "first": 0,
+        },
         "PARTS": heads // kv_heads,
         "LISTS": heads // order.slots.shape[1],
         "BLOCK_N": SUMMED,
@@ -60,6 +67,7 @@ class KeyGradients(NamedTuple):
 
     partial: launch for the first chunk, of `partial_dkdv_kernel`, without its results
     sums:    launch of `sum_dkdv_kernel`, which writes dk and dv
+    order:   of the entries of the lists
     dk, dv:  [B, Hkv, rows of the buffer, D|E]
     rows:    rows of the selection
     sums_dtype: of partial sums
@@ -67,6 +75,7 @@ class KeyGradients(NamedTuple):
 
     partial: Launch
     sums: Launch
+    order: KeyOrder
     dk: Tensor
     dv: Tensor
     rows: int
@@ -82,7 +91,7 @@ class KeyGradients(NamedTuple):
             launch()
 
     def _launches(self) -> Iterator[Launch]:
-        order, (programs, heads, batch) = self.partial.args["order"], self.partial.grid
+        order, (programs, heads, batch) = self.order, self.partial.grid
         parts = self._pair("{}_parts", (batch, heads, order.entries))
         totals = self._pair("{}", self.dk.shape[:3]) if order.chunks > 1 else {}
         before = {f"{name}_before": x for name, x in totals.items()}

@@ -13,7 +13,8 @@ from tritoncp.planning.selected_rows import SelectedRows
 from tritoncp.selection.lookup import ChosenKeys, chosen_keys
 from tritoncp.selection.visible import VisiblePairs
 
-PAIRS = 1 << 24  # most pairs of queries and keys that are looked up at a time
+PAIRS = 1 << 24  # most pairs of queries and keys that are looked up at a time, or those of MULTIPLE rows
+MULTIPLE = 16  # rows: a part of the queries begins at an aligned address
 
 
 def visible_keys(
@@ -29,7 +30,8 @@ def visible_keys(
     own = list_heads(selected, pairs, heads)
     shares = num_heads if pairs.reads_heads else selected.shares
     width = indices.shape[3] * selected.block_size * selected.query_block
-    for b, share, at in _pieces(batch, own, indices.shape[2], max(1, PAIRS // max(1, width))):
+    step = max(MULTIPLE, PAIRS // max(1, width) // MULTIPLE * MULTIPLE)
+    for b, share, at in _pieces(batch, own, indices.shape[2], step):
         first = share * num_heads // shares  # a query head of this list
         part = indices[b % len(indices), selected.share_of(first) - selected.first_share, at]
         chosen = chosen_keys(selected, at.start, part, positions[b % len(positions)], places[b % len(places)])

@@ -11,8 +11,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.opaque_integers import opaque
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch, State
+from tritoncp.kernels.opaque_integers import opaque_fields
 from tritoncp.kernels.operands import NO_FUNCTION
 from tritoncp.kernels.program_order import check_grid
 from tritoncp.kernels.scores import Origin
@@ -154,7 +156,12 @@ class SelectedTritonEngine:
         tensors, q, k = _inputs(step) | {"dk": dk, "dv": dv}, step.q, step.k
         (tiling, config), mods = self._tiling("dkdv", lists, step), self.base.mods
         entries = config.BLOCK_M // (tiling.heads * tiling.piece)
-        args = {"lists": lists.rows(), "ENTRIES": entries, "score_grad": mods.score_back, "ADD": add}
+        args = {
+            "lists": opaque_fields(lists.rows()),
+            "ENTRIES": entries,
+            "score_grad": mods.score_back,
+            "ADD": add,
+        }
         grid = -(-lists.kv_len // config.BLOCK_N), k.shape[1], q.shape[0]
         return self._launch(selected_dkdv_kernel, tensors, lists, args, tiling, config, grid)
 
@@ -166,13 +173,18 @@ class SelectedTritonEngine:
         heads, kv_heads = step.q.shape[1], step.k.shape[1]
         own = min(_share_of(lists.keys, step.q), heads // kv_heads)  # query heads of a partial sum
         order = lists.order(self._chunk(lists, step))
-        args = {"order": order, "first": 0, "OWN": own, "score_grad": self.base.mods.score_back}
+        args = {
+            "order": opaque_fields(order),
+            "first": 0,
+            "OWN": own,
+            "score_grad": self.base.mods.score_back,
+        }
         tensors = _inputs(step) | {"dk_parts": None, "dv_parts": None}
         rows, width = lists.keys.keys.shape[2:]
         grid = order.rows * -(-width // config.BLOCK_N), heads // own, step.q.shape[0]
         partial = self._launch(partial_dkdv_kernel, tensors, lists, args, tiling, config, grid)
         sums = sums_launch(dk, dv, order, lists.places, heads // own, add)
-        return KeyGradients(partial, sums, dk, dv, rows, step.lse.dtype)
+        return KeyGradients(partial, sums, order, dk, dv, rows, step.lse.dtype)
 
     def _chunk(self, lists: StepLists, step: BackwardStep) -> int:
         """Return the rows of the selection in a chunk. Sizes are those of the layer: the bits of dk and dv do
@@ -217,11 +229,11 @@ class SelectedTritonEngine:
         arch = self.base.arch or architecture(q.device)
         widest = 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config)
         values = {name: _argument(x) for name, x in tensors.items()} | {
-            "lists": lists.keys,
-            "places": lists.places,
+            "lists": opaque_fields(lists.keys, "stride_b", "stride_h"),
+            "places": opaque_fields(lists.places),
             "rule": lists.rule,
             "score_mod": self.base.mods.score,
-            "origin": Origin(self.base.first_row, self.base.first_head),
+            "origin": Origin(opaque(self.base.first_row), opaque(self.base.first_head)),
             "SCALE": self.base.scale,
             "GROUP": q.shape[1] // k.shape[1],
             "SHARE": _share_of(lists.keys, q),
@@ -288,17 +300,20 @@ class SelectedTritonEngine:
         mask, kinds = self.pairs.mask, self.pairs.kinds
         interval, window, mod = None, None, NO_FUNCTION
         if tables.window:
-            window = tables.window
+            window = tuple([side if side is None else opaque(side) for side in tables.window])
         elif tables.mask == "interval":
             lo, hi = tables.lo, tables.hi
             assert lo is not None and hi is not None
-            interval = Interval(lo, hi, _batch_stride(lo), lo.stride(1) if lo.shape[1] > 1 else 0)
+            interval = opaque_fields(
+                Interval(lo, hi, _batch_stride(lo), lo.stride(1) if lo.shape[1] > 1 else 0)
+            )
         elif tables.mask == "mod":
             mod = self.base.mods.mask
         strides = _batch_stride(kinds), kinds.stride(1) if kinds.shape[1] > 1 else 0
         aligned = None if mask.kv_block % tile else 1
         sizes = kinds.shape[3], mask.q_block, mask.kv_block
-        return PairRule(kinds, *strides, *sizes, aligned, interval, window, mod)
+        rule = PairRule(kinds, *strides, *sizes, aligned, interval, window, mod)
+        return opaque_fields(rule, "stride_b", "stride_h", "columns")
 
     def _descriptors(
         self, lists: StepLists, k: Tensor, v: Tensor, tile: int, widest: int

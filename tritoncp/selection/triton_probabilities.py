@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tritoncp.core.opaque_integers import opaque
 from tritoncp.kernels.launch import Launch
+from tritoncp.kernels.opaque_integers import opaque_fields
 from tritoncp.kernels.program_order import check_grid
 from tritoncp.kernels.scores import Origin
 from tritoncp.kernels.selected.attention import Places, QueryTiling
@@ -62,17 +64,18 @@ class TritonProbabilities(SelectedTritonEngine):
         own, group = slice(b, b + 1), step.q.shape[1] // step.k.shape[1]
         share = heads.stop - heads.start
         kv_heads = slice(heads.start // group, -(-heads.stop // group))
-        q, k, lse = step.q[own, heads, rows], step.k[own, kv_heads], self.lse[own, heads, rows]
+        q, k = step.q[own, heads, rows], step.k[own, kv_heads]
+        lse = self.lse[own, heads, rows].clone()  # aligned: another alignment would be another kernel
         dim, arch = q.shape[3], self.base.arch or architecture(q.device)
         tile = heads_of_tile(min(share, group), 1, selected_rows(arch, dim, q.dtype))
         config = selected("forward", arch, tile, dim, q.dtype)
         values = {
             **{name: view(x) for name, x in (("q", q), ("k", k), ("lse", lse))},
             "sums": found,
-            "entries": SelectedEntries(keys, 1, *keys.shape),
-            "places": places_of_part(where, b, rows),
+            "entries": opaque_fields(SelectedEntries(keys, 1, *keys.shape), "shares", "num_rows"),
+            "places": opaque_fields(places_of_part(where, b, rows)),
             "score_mod": self.base.mods.score,
-            "origin": Origin(self.base.first_row + b, self.base.first_head + heads.start),
+            "origin": Origin(opaque(self.base.first_row + b), opaque(self.base.first_head + heads.start)),
             "SCALE": self.base.scale,
             "GROUP": min(share, group),
             "SHARE": share,

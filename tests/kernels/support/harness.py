@@ -19,7 +19,6 @@ from tritoncp.core.upload import upload
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import State
 from tritoncp.masks import create_block_mask
-from tritoncp.mods.mod import arguments
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 from tritoncp.reference.dense import dense_attention
@@ -186,7 +185,7 @@ def engine_of(
     """An engine with these mods, without gradients of the score_mod's captures."""
     mask = None if mask_mod is None else mods.mask_mod(mask_mod)
     score = score_mod and mods.score_mod(score_mod, F64 if x.q.dtype == F64 else F32)
-    caps = arguments(upload(score.tensors, x.q.device), score.numbers) if score else ()
+    caps = score.caps(upload(score.tensors, x.q.device)) if score else ()
     bound = kernel_mods(mask, score, caps)
     return TritonEngine(bound, 1 / math.sqrt(x.q.shape[3]), options)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.mods.harness import N, eager_score, grad_kernel, read_formulas, run_grad, run_score
 from tritoncp.mods import score_mod
-from tritoncp.mods.mod import gradient_arguments
 
 
 def learn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -86,7 +85,7 @@ def test_indices_out_of_range_neither_read_nor_write(size: int, look: Any, visib
     mod = score_mod(lambda s, b, h, q, k: s + look(learned, q - k), torch.float64)
     scores, keep = torch.ones(N, N, dtype=torch.float64), torch.ones(N, N, dtype=torch.int8)
     keep = keep if visible == "all" else keep.tril().triu(-3)
-    args = (mod.caps(), gradient_arguments([buffer]), keep, mod.grad, N)
+    args = (mod.caps(), mod.dcaps([buffer]), keep, mod.grad, N)
     grad_kernel[(1,)](torch.zeros_like(scores), scores, scores, 0, 0, 0, 0, *args)
     outside = torch.ones(400, dtype=torch.bool)
     outside[200 : 200 + size] = False

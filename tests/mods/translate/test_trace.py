@@ -17,11 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritoncp
-from tests.mods.harness import N, eager_mask, run_mask, run_score
+from tests.mods.harness import N, eager_mask, eager_score, run_mask, run_score
 from tritoncp.mods import Mod, Untranslatable, mask_mod, score_mod
 from tritoncp.mods.translate.trace import trace_mod
 
 IDS = torch.arange(60).view(2, 30) // 4
+BIAS = torch.randn(64)
 
 
 def window(width: int) -> Callable[..., Any]:
@@ -82,6 +83,60 @@ def test_numbers_in_defaults_partials_and_nested_functions() -> None:
     mod = mask_mod(functools.partial(outer, width=5))
     assert mod.numbers == (5, 7)
     assert torch.equal(run_mask(mod), eager_mask(functools.partial(outer, width=5)))
+
+
+def shifted(n: int) -> Callable[..., Any]:
+    return lambda s, b, h, q, k: s + BIAS[q - k + n] * (k >= 0)
+
+
+def clamped(n: int) -> Callable[..., Any]:
+    return lambda s, b, h, q, k: s + BIAS[(q - k).clamp(-n, n) + n]
+
+
+def divided(n: int) -> Callable[..., Any]:
+    return lambda s, b, h, q, k: s + BIAS[(q - k).abs() // n]
+
+
+def kept(n: int, m: int) -> Callable[..., Any]:
+    return lambda s, b, h, q, k: torch.where((q - k > n) & (k >= 0), s * m, s + 1)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 16])
+def test_an_integer_in_an_index_is_an_argument(n: int) -> None:
+    mod = score_mod(shifted(n))
+    assert mod.numbers == (n,) and mod.fn is score_mod(shifted(2**29 - 1)).fn
+    scores = torch.randn(N, N)
+    torch.testing.assert_close(run_score(mod, scores), eager_score(shifted(n), scores))
+
+
+@pytest.mark.parametrize("make", [clamped, divided])
+def test_an_integer_stays_constant_where_this_saves_instructions(make: Callable[..., Any]) -> None:
+    """It proves that an index is not negative, or divides."""
+    scores = torch.randn(N, N)
+    for n in (1, 5):
+        mod = score_mod(make(n))
+        assert mod.numbers == ()
+        torch.testing.assert_close(run_score(mod, scores), eager_score(make(n), scores))
+    assert "wrap" not in score_mod(clamped(5)).source
+
+
+def test_numbers_in_the_source_are_told_from_captured_numbers() -> None:
+    """Also where they are equal, and where derivatives add numbers."""
+    mods = {pair: score_mod(kept(*pair)) for pair in [(3, 5), (0, 0), (1, 1), (0, 1), (16, 1)]}
+    scores = torch.randn(N, N)
+    for pair, mod in mods.items():
+        assert mod.numbers == pair and mod.digest == mods[3, 5].digest
+        torch.testing.assert_close(run_score(mod, scores), eager_score(kept(*pair), scores))
+
+
+def test_sources_serve_learned_tensors_of_other_sizes() -> None:
+    """Also the source of the gradient."""
+
+    def doubled(table: Tensor) -> Callable[..., Any]:
+        return lambda s, b, h, q, k: s + table[h, q - k] * 2
+
+    mods = [score_mod(doubled(torch.zeros(3, size, requires_grad=True))) for size in (1, 16, 33)]
+    assert len({mod.digest for mod in mods}) == 1
 
 
 def test_bools_are_constants() -> None:

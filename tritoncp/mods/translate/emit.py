@@ -7,13 +7,14 @@ numbers, and the function's name reduced to letters, digits and dots.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate.gradient import as_sparse
-from tritoncp.mods.translate.graph_writer import GraphWriter
+from tritoncp.mods.translate.graph_writer import GraphWriter, unpack
 from tritoncp.mods.translate.index_maps import element_address
 from tritoncp.mods.translate.symbolic import (
     TRITON_NAME,
@@ -26,8 +27,17 @@ from tritoncp.mods.translate.symbolic import (
 from tritoncp.mods.translate.trace import ModTrace
 
 
-def emit_source(trace: ModTrace) -> tuple[str, int]:
-    """Return (source of a module with `mask_mod`, or `score_mod` and `score_grad`; its `Mod.loads`)."""
+class Emitted(NamedTuple):
+    """The source of a module with `mask_mod`, or `score_mod` and `score_grad`, and its `Mod.loads` and
+    `Mod.rows`."""
+
+    source: str
+    loads: int
+    rows: tuple[int, ...]
+
+
+def emit_source(trace: ModTrace) -> Emitted:
+    """Emit the source of a mod, and of its gradient if it is a score_mod."""
     writer = GraphWriter(trace)
     lines = _emit_forward(trace, writer)
     if not trace.is_score:
@@ -37,9 +47,9 @@ def emit_source(trace: ModTrace) -> tuple[str, int]:
         parts = [_emit_function("score_mod", f"score, b, h, q_idx, kv_idx, caps{scale}", lines)]
     if trace.joint is not None:
         arguments = "dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps"
-        parts.append(_emit_function("score_grad", arguments, _emit_backward(trace, trace.joint)))
+        parts.append(_emit_function("score_grad", arguments, _emit_backward(trace, trace.joint, writer.rows)))
     body = "\n\n\n".join(parts) + "\n"
-    return _emit_header(trace, body) + body, writer.load_axes
+    return Emitted(_emit_header(trace, body) + body, writer.load_axes, tuple(sorted(writer.rows)))
 
 
 def _emit_function(name: str, arguments: str, lines: list[str]) -> str:
@@ -80,9 +90,11 @@ def _emit_forward(trace: ModTrace, writer: GraphWriter) -> list[str]:
     return [*writer.lines(), f"return {text}"]
 
 
-def _emit_backward(trace: ModTrace, joint: fx.GraphModule) -> list[str]:
+def _emit_backward(trace: ModTrace, joint: fx.GraphModule, rows: set[int]) -> list[str]:
     writer = GraphWriter(trace)
     block = writer.block
+    for place, output in zip(trace.wants, joint.graph.output_node().args[0][1:]):  # type: ignore[index]
+        writer.name_dimensions(output, place)
     dscore, *grads = writer.run(joint.graph)
     for place, grad in enumerate(grads):
         if grad is not None:
@@ -92,6 +104,7 @@ def _emit_backward(trace: ModTrace, joint: fx.GraphModule) -> list[str]:
                 operation = f"the gradient of captured tensor {trace.wants[place]}"
                 raise Untranslatable(operation, trace.origin, str(error)) from error
     value = block.convert(_scalar(dscore), trace.dtype)
+    writer.rows = rows  # those of the forward pass, as arguments of both are the same
     return [*writer.lines(), f"return {as_rep(value, TRITON_NAME[trace.dtype])}"]
 
 
@@ -115,7 +128,8 @@ def _scalar(value: Value | None) -> Scalar:
 def _emit_accumulate(block: Block, place: int, grad: Value) -> None:
     entries = as_sparse(grad).entries
     if entries:
-        block.lines.append(f"d{place}, d{place}_sizes, d{place}_strides = dcaps[{place}]")
+        used = {f"d{place}", f"d{place}_strides"}
+        block.lines += unpack(f"d{place}", f"dcaps[{place}]", len(entries[0].indices), used, False)
     for entry in entries:
         address, valid = element_address(block, f"d{place}", entry.indices)
         uniform = not any(index.at.axes for index in entry.indices)

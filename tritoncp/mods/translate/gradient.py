@@ -144,6 +144,12 @@ def as_dense(block: Block, value: Sparse) -> Lazy:
 # -- scatters --------------------------------------------------------------------------------------------
 
 
+def _dimensions(node: fx.Node) -> tuple[Dim, ...]:
+    """Return the dimensions of a gradient: those of the captured tensor, if it is its gradient."""
+    named: tuple[Dim, ...] | None = node.meta.get("dimensions")
+    return tuple(map(fixed_dim, node.meta["val"].shape)) if named is None else named
+
+
 def _index_put(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
     """index_put of values into zeros at 0-d indices: the backward of `index_maps.gather`."""
     if as_sparse(inputs[0]).entries:
@@ -151,7 +157,7 @@ def _index_put(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
     indices, values = inputs[1], as_sparse(inputs[2])
     if not all(i is None or isinstance(i, Scalar) for i in indices):
         raise NotImplementedError("a gradient through an index that is itself a whole tensor")
-    shape = tuple(map(fixed_dim, node.meta["val"].shape))
+    shape = _dimensions(node)
     indices = list(indices) + [None] * (len(shape) - len(indices))
     places = [None if i is None else wrap(block, dim, i) for dim, i in zip(shape, indices, strict=True)]
 
@@ -163,14 +169,14 @@ def _index_put(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
 
 
 def _select_backward(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
-    shape = tuple(map(fixed_dim, node.meta["val"].shape))
+    shape = _dimensions(node)
     dim, index = int(node.args[2]) % len(shape), node.args[3]  # type: ignore
     place = wrap(block, shape[dim], weak_scalar(index))  # type: ignore[arg-type]
     return _map_indices(as_sparse(inputs[0]), shape, lambda i: (*i[:dim], place, *i[dim:]))
 
 
 def _slice_backward(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
-    shape = tuple(map(fixed_dim, node.meta["val"].shape))
+    shape = _dimensions(node)
     dim, start, end, step = node.args[2:6]
     dim = int(dim) % len(shape)  # type: ignore[arg-type]
     begin = slice(start, end, step).indices(shape[dim].size)[0]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tritoncp.core.opaque_integers import LARGE, SMALL
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate import gradient
 from tritoncp.mods.translate.graph_passes import decompose
@@ -70,6 +71,7 @@ class GraphWriter:
         self.values: dict[fx.Node, Value | None] = {}
         self._num_casts = 0  # number of first lines, which convert b and h
         self.load_axes = 0  # max number of axes ("q", "kv") on which the address of a load depends
+        self.rows: set[int] = set()  # captured tensors whose last dimension is read along q or kv
 
     def run(self, graph: fx.Graph) -> list[Value | None]:
         for node in graph.nodes:
@@ -85,8 +87,11 @@ class GraphWriter:
     def lines(self) -> list[str]:
         """Return the emitted lines, after lines that unpack the captures they use."""
         used = set(re.findall(r"\w+", "\n".join(self.block.lines)))
-        names = ([f"t{i}", f"t{i}_sizes", f"t{i}_strides"] for i in range(len(self.trace.tensors)))
-        unpacked = [f"{', '.join(own)} = caps[{i}]" for i, own in enumerate(names) if used & {*own}]
+        unpacked = [
+            line
+            for i, tensor in enumerate(self.trace.tensors)
+            for line in unpack(f"t{i}", f"caps[{i}]", tensor.ndim, used, i in self.rows)
+        ]
         lines = self.block.lines
         return [*lines[: self._num_casts], *unpacked, *lines[self._num_casts :]]
 
@@ -113,15 +118,27 @@ class GraphWriter:
             text = self.block.name(f"tl.cast(caps[{place}], tl.float32)", name)
             self.block.uniform.add(text)
             return Scalar(text, torch.float32, "float32", weak=True)
-        bits = 32 if IntegerRange(number, number).fits(32) else 64
-        text = self.block.name(f"tl.cast(caps[{place}], tl.int{bits})", name)
-        interval = dtype_interval(torch.int32 if bits == 32 else torch.int64)
+        is_small = -SMALL <= number < SMALL
+        bits, most = (32, SMALL) if is_small else (64, LARGE)
+        text = self.block.name(f"tl.cast(integer(caps[{place}]), tl.int{bits})", name)
+        interval = IntegerRange(-most, -1) if number < 0 else IntegerRange(0, most - 1)
         return Scalar(text, torch.int64, f"int{bits}", interval, weak=True)
 
     def _shape(self, place: int) -> tuple[Dim, ...]:
         """Return the dimensions of a captured tensor, with their names in the emitted source."""
         sizes = self.trace.tensors[place].shape
         return tuple(Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(sizes))
+
+    def name_dimensions(self, gradient: fx.Node | None, place: int) -> None:
+        """Name the dimensions of a captured tensor's gradient, so that the emitted source serves other
+        sizes."""
+        nodes, shape = [gradient], self.trace.tensors[place].shape
+        while nodes:
+            node = nodes.pop()
+            value = None if node is None else node.meta.get("val")
+            if isinstance(value, Tensor) and value.shape == shape and "dimensions" not in node.meta:
+                node.meta["dimensions"] = self._shape(place)
+                nodes += node.all_input_nodes
 
     def _capture(self, place: int) -> Scalar | Lazy:
         tensor, shape = self.trace.tensors[place], self._shape(place)
@@ -131,6 +148,8 @@ class GraphWriter:
             text = f"tl.load({address}, mask={valid}, other=0)" if valid else f"tl.load({address})"
             axes = NO_AXES.union(*(index.at.axes for index in indices))
             self.load_axes = max(self.load_axes, len(axes & {"q", "kv"}))
+            if len(axes) == 2 and len(indices[-1].at.axes) == 1:
+                self.rows.add(place)
             if tensor.dtype is torch.bool:
                 text = as_flag(f"{text} != 0", axes)
             name = self.block.name(text, f"t{place}_value")
@@ -285,6 +304,19 @@ class GraphWriter:
             return a
 
         return rule, [i for i in inputs[:3] if i is not None]
+
+
+def unpack(name: str, argument: str, ndim: int, used: set[str], is_read_by_rows: bool) -> list[str]:
+    """Return the lines that unpack a captured tensor, or the buffer of its gradient, for the names in use."""
+    sizes, strides = f"{name}_sizes", f"{name}_strides"
+    if not used & {name, sizes, strides}:
+        return []
+    lines = [f"{name}, {sizes}, {strides} = {argument}"]
+    if sizes in used:
+        lines.append(f"{sizes} = integers({sizes})")
+    if strides in used and ndim > 1 and not is_read_by_rows:
+        lines.append(f"{strides} = outer_strides({strides})")
+    return lines
 
 
 def _options(node: fx.Node, num_operands: int) -> dict[str, Any]:

@@ -1,16 +1,20 @@
 """Captured numbers among the constants of a traced graph, which become runtime arguments.
 
-Every constant that equals a captured number becomes an argument: if they are equal by chance, the argument
-still has the right value. Other constants stay in the emitted source. The function is traced again for each
-new value of a number, as it may branch on it.
+A constant that equals a captured number becomes an argument, unless the source of its operation shows that it
+is another one: if they are equal by chance, the argument still has the right value. Other constants stay in
+the emitted source. The function is traced again for each new value of a number, as it may branch on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from tritoncp.core.opaque_integers import LARGE
+from tritoncp.mods.user_code import Operands
 
 # Operations whose operands may be runtime arguments; shapes, dims and exponents may not.
 _NUMBER_OPS = frozenset(
@@ -18,32 +22,45 @@ _NUMBER_OPS = frozenset(
     | {"eq", "ne", "lt", "le", "gt", "ge", "where", "scalar_tensor", "full"}
     | {"bitwise_and", "bitwise_or", "bitwise_xor"}
 )
+_DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 
-def lift_numbers(graph: fx.Graph, captured: Sequence[int | float]) -> tuple[int | float, ...]:
-    """Replace constants that are captured numbers by inputs n0, n1, ...; return these numbers in order.
+def lift_numbers(
+    graph: fx.Graph, captured: Sequence[int | float], lift_offsets: bool
+) -> tuple[tuple[int | float, ...], bool]:
+    """Replace constants that are captured numbers by inputs n0, n1, ...; return these numbers in order, and
+    whether integers in addresses of captured tensors are among them.
 
-    0 and 1 remain constants, since equality with them is mostly chance. So do integers in addresses of
-    captured tensors, mostly sizes and offsets: with one as an argument, the forward kernel of a bias table
-    spilled 32 bytes, instead of none with 241 registers.
+    lift_offsets: whether such integers may be. Those that divide never are: a division by an argument takes
+    ten times as long as one by a constant.
+
+    Equal numbers have an input each if their operations name other operands, so that a graph does not depend
+    on which numbers are equal.
     """
-    inputs: dict[tuple[type, int | float], fx.Node] = {}
-    addresses, values = _address_nodes(graph), {(type(number), number) for number in captured}
-    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    inputs: dict[tuple[Any, ...], fx.Node] = {}
+    addresses, values = _address_nodes(graph), {(type(number), repr(number)) for number in captured}
+    last_input, has_offsets = [node for node in graph.nodes if node.op == "placeholder"][-1], False
     for node in list(graph.nodes) if values else ():
+        operands = node.meta.get("operands", Operands())
         for place, constant in enumerate(node.args):
-            value = type(constant), constant
-            if type(constant) not in (int, float) or constant in (0, 1) or value not in values:
+            value = type(constant), repr(constant)
+            if type(constant) not in (int, float) or value not in values:
+                continue
+            if not operands.may_be_captured(constant):
                 continue
             is_offset = type(constant) is int and node in addresses
-            if is_offset or not _takes_number(node, place, constant):
+            if is_offset and (not lift_offsets or _operation(node) in _DIVISIONS):
                 continue
-            if value not in inputs:
+            if not _takes_number(node, place, constant):
+                continue
+            has_offsets |= is_offset
+            key = (*value, operands.names)
+            if key not in inputs:
                 with graph.inserting_after(last_input):
-                    last_input = inputs[value] = graph.placeholder(f"n{len(inputs)}")
+                    last_input = inputs[key] = graph.placeholder(f"n{len(inputs)}")
                 last_input.meta["number"] = constant
-            node.update_arg(place, inputs[value])
-    return tuple(number for _, number in inputs)
+            node.update_arg(place, inputs[key])
+    return tuple([node.meta["number"] for node in inputs.values()]), has_offsets
 
 
 def _address_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -57,10 +74,14 @@ def _address_nodes(graph: fx.Graph) -> set[fx.Node]:
     return nodes
 
 
+def _operation(node: fx.Node) -> str:
+    """Return the name of an aten operation, "" for other nodes."""
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "").rstrip("_")
+
+
 def _takes_number(node: fx.Node, key: int, number: int | float) -> bool:
     """Return whether this argument of an operation may be a kernel argument."""
-    packet = getattr(node.target, "overloadpacket", None)
-    name = getattr(packet, "__name__", "").rstrip("_")
+    name = _operation(node)
     if name not in _NUMBER_OPS or key > 2 or (isinstance(number, float) and number != number):
         return False
     if name in ("scalar_tensor", "full") and key != (0 if name == "scalar_tensor" else 1):
@@ -69,5 +90,5 @@ def _takes_number(node: fx.Node, key: int, number: int | float) -> bool:
         n.meta["val"].dtype for n in (node, *node.all_input_nodes) if isinstance(n.meta.get("val"), Tensor)
     ]
     if isinstance(number, int):
-        return -(2**63) <= number < 2**63
+        return -LARGE <= number < LARGE
     return torch.float64 not in dtypes  # a kernel's float arguments are float32

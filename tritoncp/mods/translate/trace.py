@@ -40,12 +40,14 @@ from tritoncp.mods.user_code import (
     IS_RANDOM,
     MUST_NOT_WRITE,
     READS_VALUE,
+    Operands,
     call_mod,
     check_result,
     describe,
     last_user_line,
     origin,
     user_line,
+    user_operands,
 )
 
 aten = torch.ops.aten
@@ -64,6 +66,7 @@ class ModTrace:
     name, origin: name and file:line of the function, for messages
     dtype: dtype of scores
     constants: indices in `tensors` of the constant tensors that the function makes
+    has_offsets: whether integers in indices are among the numbers
     """
 
     name: str
@@ -77,23 +80,27 @@ class ModTrace:
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
     constants: tuple[int, ...]
+    has_offsets: bool
 
 
-def trace_mod(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState) -> ModTrace:
-    """Trace `fn`, and replace constants of the graph that are captured numbers by inputs."""
+def trace_mod(
+    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState, lift_offsets: bool = True
+) -> ModTrace:
+    """Trace `fn`, and replace constants of the graph that are captured numbers by inputs. lift_offsets: also
+    integers in indices"""
     device = _device(state.tensors)
     recorder = _Recorder(fn)
     leaves, own_gradients = _record(fn, is_score, dtype, device, recorder)
     graph, tensors = recorder.graph, recorder.tensors
     make_pure(graph, origin(fn))
-    numbers = lift_numbers(graph, state.numbers)
+    numbers, has_offsets = lift_numbers(graph, state.numbers, lift_offsets)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(leaves) if leaf is t}
     forward, joint, back = split_outputs(graph, is_score, list(grads.values()))
     forward.meta["own_gradients"] = own_gradients, back
     constants = tuple(recorder.constants)
     return ModTrace(
         describe(fn), origin(fn), is_score, dtype, forward, joint, back, tuple(tensors), numbers,
-        tuple(grads), constants,
+        tuple(grads), constants, has_offsets,
     )  # fmt: skip
 
 
@@ -182,7 +189,8 @@ class _Recorder(FakeRecorder):
         self.tensors: list[Tensor] = []
         self.constants: list[int] = []
         self.detaches = False
-        self._forward_lines: dict[int, str] = {}  # by sequence number of the autograd node
+        # Lines and operands of forward operations, by sequence number of the autograd node.
+        self._forward: dict[int, tuple[str, Operands]] = {}
         self._views: list[Tensor] = []  # views and their bases
 
     @property
@@ -192,13 +200,14 @@ class _Recorder(FakeRecorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.detaches:  # in the forward pass
-            self._forward_lines.setdefault(torch.autograd._get_sequence_nr() - 1, self._line())
+            self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, (self._line(), self._operands()))
         self._refuse(func, args, kwargs or {})
         last = next(iter(reversed(self.graph.nodes)))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         new = list(itertools.takewhile(lambda node: node is not last, reversed(self.graph.nodes)))
         for node in new:
             node.stack_trace = node.stack_trace or self._line()
+            node.meta.setdefault("operands", self._operands())
         if returns_view(func):
             self._views += [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
         # Under no_grad an in-place operation keeps the gradient of the edited tensor: torch.cosine_similarity
@@ -229,9 +238,18 @@ class _Recorder(FakeRecorder):
     def _line(self) -> str:
         """Return the user's line of the current operation; in the backward pass, the line of the forward
         operation."""
+        forward = self._forward_operation()
+        return user_line(forward[0] if forward else origin(self.fn), self.callers)
+
+    def _operands(self) -> Operands:
+        """Return the operands in the user's source of the operation of :meth:`_line`."""
+        forward = self._forward_operation()
+        return forward[1] if forward else user_operands(self.callers)
+
+    def _forward_operation(self) -> tuple[str, Operands] | None:
+        """In the backward pass, return line and operands of the forward operation."""
         node = torch._C._current_autograd_node()
-        forward = self._forward_lines.get(node._sequence_nr()) if node is not None else None
-        return user_line(forward or origin(self.fn), self.callers)
+        return self._forward.get(node._sequence_nr()) if node is not None else None
 
     def _is_capture(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and re.fullmatch(r"t\d+", node.name) is not None

@@ -12,10 +12,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tritoncp.core.opaque_integers import SHIFT
+
 if triton.knobs.runtime.interpret:
     from tritoncp.mods.translate.interpreted_libdevice import libdevice
 else:
     from triton.language.extra import libdevice
+
+
+_SHIFT: tl.constexpr = tl.constexpr(SHIFT)
+
+
+@triton.jit
+def integer(argument):
+    """The integer for which an opaque argument stands, see `tritoncp.core.opaque_integers`."""
+    return argument >> _SHIFT
+
+
+@triton.jit
+def integers(arguments):
+    """The integers for which a tuple of arguments stands."""
+    values = ()
+    for I in tl.static_range(len(arguments)):
+        values = values + (integer(arguments[I]),)  # noqa: RUF005 - Triton unpacks no tuple
+    return values
+
+
+@triton.jit
+def outer_strides(arguments):
+    """Strides, of which all but the last are opaque."""
+    values = ()
+    for I in tl.static_range(len(arguments)):
+        if len(arguments) > I + 1:
+            values = values + (integer(arguments[I]),)  # noqa: RUF005
+        else:
+            values = values + (arguments[I],)  # noqa: RUF005
+    return values
 
 
 @triton.jit
