@@ -153,7 +153,7 @@ def check(name: str, kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-@few(2)
+@few(8)
 @given(draw=st.data())
 def test_other_sizes_and_masks_of_a_kind_compile_nothing(name: str, draw: st.DataObject) -> None:
     length, batch = draw.draw(lengths), draw.draw(batches)
@@ -161,13 +161,13 @@ def test_other_sizes_and_masks_of_a_kind_compile_nothing(name: str, draw: st.Dat
 
 
 @pytest.mark.parametrize("name", SCORES)
-@few(2)
+@few(8)
 @given(draw=st.data())
 def test_other_captures_compile_nothing(name: str, draw: st.DataObject) -> None:
     check(name, step(draw.draw(lengths), draw.draw(batches), causal(), SCORES[name](draw)))
 
 
-@few(4)
+@few(8)
 @given(length=lengths, batch=batches, heads=st.sampled_from([1, KV_HEADS, HEADS]))
 def test_other_sizes_of_a_selection_compile_nothing(length: int, batch: int, heads: int) -> None:
     """Probabilities are computed in parts: each batch row and head of the selection alone."""
