@@ -137,7 +137,7 @@ class Tables:
     window:            (left, right) if positions alone determine runs and intervals: kernels read no table; a
                        side without a limit is None
     has_masked:        whether there may be masked blocks
-    bounded:           whether there may be blocks of Kind.BOUNDED. These two and ``mask`` follow from the kind
+    bounded:           whether there may be blocks of Kind.BOUNDED. These and ``mask`` follow from the kind
                        of the mask where possible, so that kernels serve all lengths and documents
 
     Documents of 5 and 7 tokens in three blocks of 4: rank 1 has the queries of blocks 1 and 2, and its step
