@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, send_features
+from tritoncp.integrations.transformers.images.own_images import OwnFeatures
 from tritoncp.integrations.transformers.images.parts import own_part, share_images
 
 
@@ -70,3 +77,43 @@ def test_rows_and_their_gradients_cross_ranks_exactly() -> None:
         first = sum(owned[:rank])
         expected = torch.arange(first, first + owned[rank], dtype=torch.float64)[:, None].expand(-1, 5) + 1
         assert torch.equal(grad, expected if owned[rank] else torch.zeros(1, 5, dtype=torch.float64))
+
+
+FORMS: dict[str, Any] = {  # a method's result of features [images, rows, E], and back
+    "pooler_output": (
+        lambda x: BaseModelOutputWithPooling(pooler_output=x),
+        lambda out: [out.pooler_output],
+    ),
+    "last_hidden_state": (
+        lambda x: BaseModelOutputWithPooling(last_hidden_state=x),
+        lambda out: [out.last_hidden_state],
+    ),
+    "features of several layers": (
+        lambda x: OutputOfLayers(deepstack_features=[(3, list(x)), (7, tuple(2 * x))]),
+        lambda out: [torch.cat(list(x)) / scale for scale, (_, x) in zip((1, 2), out.deepstack_features)],
+    ),
+    "a tuple of tensors": (lambda x: tuple(x), lambda out: [torch.cat(out)]),
+}
+
+
+@dataclass
+class OutputOfLayers(BaseModelOutputWithPooling):
+    deepstack_features: Any = None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_features_in_each_form_of_a_result_come_to_the_rank_of_their_token(form: str) -> None:
+    readers = torch.tensor([1, 0, 0, 1, 1, 1])
+    images, (make, read) = torch.arange(36.0).view(3, 2, 6), FORMS[form]
+
+    def embed(pixel_values: Tensor) -> Any:
+        return make(pixel_values + 1)
+
+    def work(group: Any) -> list[Tensor]:
+        plan = SimpleNamespace(several=True, features={"image": FeatureRows(readers)}, mesh=group)
+        current = SimpleNamespace(of=lambda _: plan, without_plan=nullcontext)
+        return read(OwnFeatures(embed, "image", current)(images))
+
+    for rank, found in enumerate(ranks.run(2, work)):
+        for x in found:
+            assert torch.equal(x.reshape(-1, 6), images.view(6, 6)[readers == rank] + 1)
