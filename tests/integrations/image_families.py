@@ -257,7 +257,8 @@ def find_variant(family: str, head: str) -> tuple[dict[str, Any], Any, Batch, di
     def attempt(variant: dict[str, Any]) -> Any:
         model = build(family, head, "eager", variant)
         batch = make_batch(model, *find_images(model))
-        return variant, model, batch, train(model, batch)
+        with families.LowerPositionsFirst():
+            return variant, model, batch, train(model, batch)
 
     for variant in families.VARIANTS:
         found = families.attempt(partial(attempt, variant))
