@@ -265,7 +265,7 @@ def find_variant(family: str, head: str) -> tuple[dict[str, Any], Any, Batch, di
         if not isinstance(found, str):
             return found
         errors.append(found)
-    raise ValueError(errors[0])
+    raise ValueError(errors[0].partition(": ")[2])
 
 
 def refuse_tokens(family: str, head: str) -> None:
