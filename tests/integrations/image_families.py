@@ -38,11 +38,10 @@ Batch = dict[str, Any]
 
 def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> Any:
     """Build the small model of a family in float64; token IMAGE stands for its images."""
-    sizes = SIZES["sizes"] | SIZES["families"].get(family, {})
     own = SIZES["options"].get(family, {})
     own = SIZES["options"][own] if isinstance(own, str) else own
     options = merge(families.options_of(family), own)
-    model = families.build(family, head, attention, variant | sizes, options).double()
+    model = families.build(family, head, attention, variant | SIZES["sizes"], options).double()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             for name in ("image_token_id", "image_token_index"):
