@@ -32,7 +32,7 @@ from tritoncp.integrations.transformers.images.own_images import FEATURES, metho
 BEGIN, END = "<!-- images: begin -->", "<!-- images: end -->"
 SIZES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("image_sizes.toml").read_text())
 IMAGE, IMAGES = 5, 5  # the token that stands for images, and their number, which no number of ranks divides
-LIMIT, SECONDS = 1e-6, 300  # layers compute norms in float32 in any dtype
+LIMIT, SECONDS = 1e-5, 300  # models compute norms and recurrent layers in float32 in any dtype
 Batch = dict[str, Any]
 
 
@@ -41,14 +41,15 @@ def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> An
     own = SIZES["options"].get(family, {})
     own = SIZES["options"][own] if isinstance(own, str) else own
     options = merge(families.options_of(family), own)
-    model = families.build(family, head, attention, variant | SIZES["sizes"], options).double()
+    dtype = torch.float32 if family in SIZES["float32"] else torch.float64
+    model = families.build(family, head, attention, variant | SIZES["sizes"], options).to(dtype)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             for name in ("image_token_id", "image_token_index"):
                 if isinstance(getattr(module.config, name, None), int):
                     setattr(module.config, name, IMAGE)
             module.config._experts_implementation = "eager"  # the others multiply no float64 matrices
-            module.config.dtype = torch.float64
+            module.config.dtype = dtype
     return model
 
 

@@ -184,9 +184,10 @@ class ContextParallelPlan:
         self._warn_of_documents(pattern)
         if pattern.kind not in self.plans and pattern.images is not None:
             raise ValueError(
-                "a layer sees images both ways, which shard_batch did not find in the batch: put "
-                "token_type_ids or mm_token_type_ids [B, S] into the batch before shard_batch, and pass the "
-                "model to it, in place of its config"
+                "a layer sees images by a mask that shard_batch did not make: put token_type_ids or "
+                "mm_token_type_ids [B, S] into the batch before, and pass the model, not its config; if it "
+                "is so, the model makes other masks than for generation: run it on whole sequences, without "
+                "shard_batch"
             )
         if pattern.kind not in self.plans:
             self.plans[pattern.kind] = self._plan_alike(attention_mask)
