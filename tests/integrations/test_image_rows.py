@@ -12,11 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, send_features
-from tritoncp.integrations.transformers.images.own_images import OwnFeatures
+from tritoncp.integrations.transformers.images.own_images import OwnFeatures, feature_tokens, place_features
 from tritoncp.integrations.transformers.images.parts import own_part, share_images
 
 
@@ -117,3 +118,23 @@ def test_features_in_each_form_of_a_result_come_to_the_rank_of_their_token(form:
     for rank, found in enumerate(ranks.run(2, work)):
         for x in found:
             assert torch.equal(x.reshape(-1, 6), images.view(6, 6)[readers == rank] + 1)
+
+
+class ModelOfImages(PreTrainedModel):
+    config_class = LlamaConfig
+
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        return pixel_values
+
+
+def test_a_mask_has_the_places_of_images_that_no_token_stands_for() -> None:
+    places = torch.zeros(2, 8, dtype=torch.int64)
+    places[0, 1] = places[0, 6] = places[1, 5] = 1
+    batch = {"input_ids": torch.ones(2, 8), "pixel_values": torch.ones(3, 4)}
+    model = ModelOfImages(LlamaConfig())
+    with pytest.raises(ValueError, match="no image_token_id"):
+        feature_tokens(batch, model)
+    batch["image_embeds_position_mask"] = places
+    placement = SimpleNamespace(batch=2, inverse=torch.arange(8).expand(2, 8), s_max=4)  # on two ranks
+    rows = place_features(batch, feature_tokens(batch, model), placement)
+    assert rows["image"].readers.tolist() == [0, 1, 1]
