@@ -28,10 +28,12 @@ from tests.multiprocess import ranks
 from tritoncp.core.processes import Lost, WorkerPool
 from tritoncp.integrations.transformers import shard_batch
 from tritoncp.integrations.transformers.images.own_images import FEATURES, methods_of
+from tritoncp.integrations.transformers.model_classes import counts_from_padding
 
 BEGIN, END = "<!-- images: begin -->", "<!-- images: end -->"
 SIZES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("image_sizes.toml").read_text())
 IMAGE, IMAGES = 5, 5  # the token that stands for images, and their number, which no number of ranks divides
+START = 4  # the token before each image
 LIMIT, SECONDS = 1e-5, 300  # models compute norms and recurrent layers in float32 in any dtype
 Batch = dict[str, Any]
 
@@ -178,7 +180,7 @@ def make_batch(model: Any, images: Batch, rows: list[int]) -> Batch:
     for row, own in zip(tokens, (rows[:2], rows[2:])):
         at = 3
         for size in own:
-            row[at : at + size] = IMAGE
+            row[at - 1], row[at : at + size] = START, IMAGE
             at += size + 9
     is_image = tokens == IMAGE
     labels = tokens.masked_fill(is_image, -100)
@@ -188,6 +190,10 @@ def make_batch(model: Any, images: Batch, rows: list[int]) -> Batch:
     names = {name for part in parts for name in inspect.signature(part.forward).parameters}
     if "mm_token_type_ids" in names:
         batch["mm_token_type_ids"] = is_image.int()
+    if any(hasattr(part.config, "audio_start_token_id") for part in parts):
+        batch["attention_mask"] = torch.ones_like(tokens)  # else Qwen's Omni counts no positions of images
+    if counts_from_padding(model.config.get_text_config()):
+        batch["position_ids"] = torch.arange(length).expand(2, -1)  # as in packed documents
     if "image_embeds_position_mask" in names:
         batch["image_embeds_position_mask"] = is_image
     if "token_type_ids" in names:
@@ -200,7 +206,8 @@ def make_batch(model: Any, images: Batch, rows: list[int]) -> Batch:
 def pack(batch: Batch) -> Batch:
     """Return the rows of a batch as documents of one row."""
     shape = batch["input_ids"].shape
-    packed = {name: x.reshape(1, -1) if x.shape == shape else x for name, x in batch.items()}
+    rest = {name: x for name, x in batch.items() if name != "attention_mask"}
+    packed = {name: x.reshape(1, -1) if x.shape == shape else x for name, x in rest.items()}
     positions = torch.arange(shape[1]).repeat(shape[0])[None]
     return {**packed, "position_ids": positions}
 
