@@ -287,11 +287,10 @@ def refuse_tokens(family: str, head: str) -> None:
 def reads_images(model: Any, batch: Batch, expected: dict[str, Tensor]) -> bool:
     """Return whether gradients reach the vision tower, or else, of images that become tokens, whether others
     have another loss."""
-    text = {id(x) for x in model.get_decoder().parameters()} | {
-        id(x) for x in model.get_output_embeddings().parameters()
-    }
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    text = {id(x) for part in (decoder, head) if part is not None for x in part.parameters()}
     tower = [name for name, x in model.named_parameters() if id(x) not in text and name in expected]
-    if any(bool(expected[name].any()) for name in tower):
+    if decoder is not None and any(bool(expected[name].any()) for name in tower):
         return True
     name = next(name for name in FEATURES if name in batch)
     return bool(train(model, {**batch, name: -batch[name]})["loss"] != expected["loss"])
