@@ -264,8 +264,13 @@ def find_variant(family: str, head: str) -> tuple[dict[str, Any], Any, Batch, di
     def attempt(variant: dict[str, Any]) -> Any:
         model = build(family, head, "eager", variant)
         batch = make_batch(model, *find_images(model))
-        with families.LowerPositionsFirst():
-            return variant, model, batch, train(model, batch)
+        try:
+            with families.LowerPositionsFirst():
+                return variant, model, batch, train(model, batch)
+        except AttributeError as error:
+            raise ValueError(
+                f"transformers {transformers.__version__} fails on one process: {error}"
+            ) from error
 
     for variant in families.VARIANTS:
         found = families.attempt(partial(attempt, variant))
