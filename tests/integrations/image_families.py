@@ -268,9 +268,8 @@ def find_variant(family: str, head: str) -> tuple[dict[str, Any], Any, Batch, di
             with families.LowerPositionsFirst():
                 return variant, model, batch, train(model, batch)
         except AttributeError as error:
-            raise ValueError(
-                f"transformers {transformers.__version__} fails on one process: {error}"
-            ) from error
+            release = f"transformers {transformers.__version__}"
+            raise ValueError(f"{release} fails on one process: {error}") from error
 
     for variant in families.VARIANTS:
         found = families.attempt(partial(attempt, variant))
