@@ -193,7 +193,7 @@ def make_batch(model: Any, images: Batch, rows: list[int]) -> Batch:
     if any(hasattr(part.config, "audio_start_token_id") for part in parts):
         batch["attention_mask"] = torch.ones_like(tokens)  # else Qwen's Omni counts no positions of images
     if counts_from_padding(model.config.get_text_config()):
-        batch["position_ids"] = torch.arange(length).expand(2, -1)  # as in packed documents
+        batch["position_ids"] = torch.arange(length).repeat(2, 1)  # as in packed documents
     if "image_embeds_position_mask" in names:
         batch["image_embeds_position_mask"] = is_image
     if "token_type_ids" in names:

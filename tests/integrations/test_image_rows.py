@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -138,3 +138,28 @@ def test_a_mask_has_the_places_of_images_that_no_token_stands_for() -> None:
     placement = SimpleNamespace(batch=2, inverse=torch.arange(8).expand(2, 8), s_max=4)  # on two ranks
     rows = place_features(batch, feature_tokens(batch, model), placement)
     assert rows["image"].readers.tolist() == [0, 1, 1]
+
+
+class NormedImages(nn.Module):
+    """Embeds images by batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        return self.norm(pixel_values.flatten(0, 1))
+
+
+def test_images_that_batch_norm_mixes_are_not_split() -> None:
+    readers = torch.tensor([1, 0, 0, 1, 1, 1])
+    images = torch.arange(36, dtype=torch.float64).view(3, 2, 6).square()
+
+    def work(group: Any) -> Tensor:
+        plan = SimpleNamespace(several=True, features={"image": FeatureRows(readers)}, mesh=group)
+        current = SimpleNamespace(of=lambda _: plan, without_plan=nullcontext)
+        return OwnFeatures(NormedImages().get_image_features, "image", current)(images).detach()
+
+    expected = NormedImages().get_image_features(images).detach()
+    for rank, found in enumerate(ranks.run(2, work)):
+        torch.testing.assert_close(found, expected[readers == rank])

@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import fact, together
 from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, send_features
-from tritoncp.integrations.transformers.images.parts import own_part
+from tritoncp.integrations.transformers.images.parts import Part, own_part
 
 # Inputs whose embeddings replace embeddings of tokens, and the methods that embed them.
 FEATURES = {
@@ -68,7 +68,11 @@ class OwnFeatures:
         names = inspect.signature(self.method).parameters
         call = {**dict(zip(names, args)), **kwargs}
         named = {name: call[name] for name in names if name in call}
-        part = own_part(named, group.rank(), group.size())
+        module = getattr(self.method, "__self__", None)
+        if isinstance(module, nn.Module) and _mixes_images(module):
+            part = Part({}, True, False)
+        else:
+            part = own_part(named, group.rank(), group.size())
         out = self.method(**call | part.arguments)
         is_output = isinstance(out, ModelOutput)
         names_placed = _placed(out) if is_output else []
@@ -92,6 +96,13 @@ class OwnFeatures:
         for name in names_placed:
             out[name] = _place(out[name], place)
         return out
+
+
+def _mixes_images(module: nn.Module) -> bool:
+    """Return whether features of an image depend on all images of a call, as with batch norm in training
+    (Emu3)."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return any(isinstance(part, kinds) and part.training for part in module.modules())
 
 
 def _placed(out: ModelOutput) -> list[str]:
