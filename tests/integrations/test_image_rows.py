@@ -53,6 +53,12 @@ def test_blank_images_that_fill_up_rows_are_left_out() -> None:
     assert kept[:, 0, 0, 0].tolist() == [0, 3, 4, 5]
 
 
+def test_frames_of_an_image_go_to_one_rank() -> None:
+    images = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 2, 8, 8, 3)
+    part = own_part({"pixel_values": images}, 1, 2)
+    assert torch.equal(part.arguments["pixel_values"], images[2:])
+
+
 def test_arguments_that_are_not_of_single_images_leave_all_images_to_all_ranks() -> None:
     images = torch.ones(2, 3, 4, 4)
     for other in ({"batch_num_images": torch.ones(2)}, {"image_sizes": torch.ones(3, 2)}):
