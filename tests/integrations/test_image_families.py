@@ -15,12 +15,6 @@ def test_ten_families_train_with_images() -> None:
     assert LISTED.keys() <= families.read_table().keys()
 
 
-@pytest.mark.nightly
-@pytest.mark.integrations
-def test_every_family_that_takes_images_is_listed() -> None:
-    assert image_families.list_families().keys() <= LISTED.keys()
-
-
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("family", [pytest.param(family, marks=OTHERS) for family in LISTED])
 def test_a_family_with_images_does_as_listed(family: str) -> None:

@@ -170,7 +170,7 @@ def feature_tokens(batch: Mapping[str, Any], model: nn.Module | None) -> dict[st
     for name, kind in FEATURES.items():
         if batch.get(name) is None:
             continue
-        if kind == "image" and kind in kinds and batch.get(PLACES) is not None:
+        if name == "pixel_values" and kind in kinds and batch.get(PLACES) is not None:
             found[kind] = None
             continue
         ids = batch.get("input_ids")
