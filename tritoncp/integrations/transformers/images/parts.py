@@ -80,6 +80,8 @@ def _without_padding(given: dict[str, Any], first: str) -> dict[str, Any]:
     has_tiles = "image_sizes" in given  # of LLaVA-NeXT
     if first != "pixel_values" or has_tiles or not isinstance(images, Tensor) or images.ndim != 5:
         return given
+    if images.shape[-1] == 3:  # frames [n, T, H, W, C] of Inkling
+        return given
     is_image = (images != 0).flatten(2).any(-1)
     if not bool(is_image.any()):
         return given
