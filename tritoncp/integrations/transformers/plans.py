@@ -196,9 +196,11 @@ class ContextParallelPlan:
             )
         self._warn_of_documents(pattern)
         if pattern.kind not in self.plans:
-            text = replace(attention_mask, pattern=_text_pattern(pattern))
-            is_planned = text.kind in self.plans
-            self.plans[pattern.kind] = self.plans[text.kind] if is_planned else self._plan_alike(text)
+            of_text = _text_pattern(pattern)
+            plan = self.plans.get(of_text.kind)
+            if plan is None:
+                plan = self._plan_alike(replace(attention_mask, pattern=of_text))
+            self.plans[pattern.kind] = plan
         return self.plans[pattern.kind]
 
     def _is_padded(self, mask: Tensor | None) -> bool:
