@@ -298,7 +298,8 @@ class SelectedTritonEngine:
         strides = _batch_stride(kinds), kinds.stride(1) if kinds.shape[1] > 1 else 0
         aligned = None if mask.kv_block % tile else 1
         sizes = kinds.shape[3], mask.q_block, mask.kv_block
-        return PairRule(kinds, *strides, *sizes, aligned, interval, window, mod)
+        by_kind = None if window else kinds
+        return PairRule(by_kind, *strides, *sizes, aligned, interval, window, mod)
 
     def _descriptors(
         self, lists: StepLists, k: Tensor, v: Tensor, tile: int, widest: int
