@@ -283,7 +283,7 @@ def find_variant(family: str, head: str) -> tuple[dict[str, Any], Any, Batch, di
 
 
 def refuse_tokens(family: str, head: str) -> None:
-    """Raise the error of shard_batch for models of a family on one process, whatever their images are."""
+    """Raise the error of shard_batch for texts of a family on one process, if it refuses them."""
     build_one = partial(build, family, head, "tritoncp")
     built = (families.attempt(partial(build_one, variant)) for variant in families.VARIANTS)
     model = next((one for one in built if not isinstance(one, str)), None)

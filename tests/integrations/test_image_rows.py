@@ -108,6 +108,12 @@ class OutputOfLayers(BaseModelOutputWithPooling):
     deepstack_features: Any = None
 
 
+def of_rank(method: Any, readers: Tensor, group: Any) -> OwnFeatures:
+    """Return a method that embeds a rank's images, for tokens on the ranks ``readers``."""
+    plan = SimpleNamespace(several=True, features={"image": FeatureRows(readers)}, mesh=group)
+    return OwnFeatures(method, "image", SimpleNamespace(of=lambda _: plan, without_plan=nullcontext))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_features_in_each_form_of_a_result_come_to_the_rank_of_their_token(form: str) -> None:
     readers = torch.tensor([1, 0, 0, 1, 1, 1])
@@ -117,9 +123,7 @@ def test_features_in_each_form_of_a_result_come_to_the_rank_of_their_token(form:
         return make(pixel_values + 1)
 
     def work(group: Any) -> list[Tensor]:
-        plan = SimpleNamespace(several=True, features={"image": FeatureRows(readers)}, mesh=group)
-        current = SimpleNamespace(of=lambda _: plan, without_plan=nullcontext)
-        return read(OwnFeatures(embed, "image", current)(images))
+        return read(of_rank(embed, readers, group)(images))
 
     for rank, found in enumerate(ranks.run(2, work)):
         for x in found:
@@ -162,9 +166,7 @@ def test_images_that_batch_norm_mixes_are_not_split() -> None:
     images = torch.arange(36, dtype=torch.float64).view(3, 2, 6).square()
 
     def work(group: Any) -> Tensor:
-        plan = SimpleNamespace(several=True, features={"image": FeatureRows(readers)}, mesh=group)
-        current = SimpleNamespace(of=lambda _: plan, without_plan=nullcontext)
-        return OwnFeatures(NormedImages().get_image_features, "image", current)(images).detach()
+        return of_rank(NormedImages().get_image_features, readers, group)(images).detach()
 
     expected = NormedImages().get_image_features(images).detach()
     for rank, found in enumerate(ranks.run(2, work)):

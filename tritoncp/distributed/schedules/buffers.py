@@ -58,9 +58,8 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
     numbers = strides if type(x) is Tensor else [n if type(n) is int else None for n in strides]
     if numbers[3] == 1 and channels == x.shape[3] and 0 not in numbers:
         return torch.empty_like(x, dtype=dtype)
-    order: list[
-        int
-    ] = []  # not by sorted(): of strides that cannot be compared, its result differs by release
+    # Not by sorted(): where strides cannot be compared, its result differs between releases of Python.
+    order: list[int] = []
     for dim in range(3):
         smaller = (at for at, other in enumerate(order) if _is_less(strides[other], strides[dim]))
         order.insert(next(smaller, len(order)), dim)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tritoncp.integrations.transformers.images.own_images import FEATURES
 
-TEXT_FIRST = (3,)  # axes of models that read positions of the text before these; Hunyuan-VL, with 4, does not
+TEXT_FIRST = 3  # axes of models that read positions of the text before these; Hunyuan-VL, with 4, does not
 COUNT = "compute_3d_position_ids"  # the method of models that counts positions of images
 
 
@@ -50,7 +50,7 @@ def find_image_positions(
     if found is None:
         return default
     packed = found[:, document, place].unflatten(1, texts.shape)
-    return torch.cat([texts[None], packed]) if len(packed) in TEXT_FIRST else packed
+    return torch.cat([texts[None], packed]) if len(packed) == TEXT_FIRST else packed
 
 
 def _count(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor | None:

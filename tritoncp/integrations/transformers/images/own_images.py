@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import fact, together
 from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, send_features
-from tritoncp.integrations.transformers.images.parts import Part, own_part
+from tritoncp.integrations.transformers.images.parts import ALL_IMAGES, own_part
 
 # Inputs whose embeddings replace embeddings of tokens, and the methods that embed them.
 FEATURES = {
@@ -70,7 +70,7 @@ class OwnFeatures:
         named = {name: call[name] for name in names if name in call}
         module = getattr(self.method, "__self__", None)
         if isinstance(module, nn.Module) and _mixes_images(module):
-            part = Part({}, True, False)
+            part = ALL_IMAGES
         else:
             part = own_part(named, group.rank(), group.size())
         out = self.method(**call | part.arguments)
@@ -166,11 +166,10 @@ def feature_tokens(batch: Mapping[str, Any], model: nn.Module | None) -> dict[st
     Raises ValueError for features that the ranks of a model cannot share.
     """
     found: dict[str, int | None] = {}
-    kinds = set() if model is None else {kind for _, _, kind in methods_of(model)}
     for name, kind in FEATURES.items():
         if batch.get(name) is None:
             continue
-        if name == "pixel_values" and kind in kinds and batch.get(PLACES) is not None:
+        if name == "pixel_values" and batch.get(PLACES) is not None and _embeds(model, kind):
             found[kind] = None
             continue
         ids = batch.get("input_ids")
@@ -190,6 +189,11 @@ def feature_tokens(batch: Mapping[str, Any], model: nn.Module | None) -> dict[st
             )
         found[kind] = next((token for token in tokens if bool((ids == token).any())), tokens[0])
     return found
+
+
+def _embeds(model: nn.Module | None, kind: str) -> bool:
+    """Return whether a model has a method that embeds features of a kind."""
+    return model is not None and any(kind == one for _, _, one in methods_of(model))
 
 
 def _token_ids(model: nn.Module, kind: str) -> list[int]:
