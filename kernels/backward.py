@@ -145,7 +145,6 @@ def dq_kernel(
     BLOCK_M: tl.constexpr = Q_LAYOUT.TILE
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     EVEN: tl.constexpr = KV_LAYOUT.BLOCK % BLOCK_N == 0
-    CUT: tl.constexpr = score_mod.fn is not None  # else absent keys, which are 0, add 0 to dQ
     keys = Stream(k, k_desc0, k_desc1)
     values = Stream(v, v_desc0, v_desc1)
 
@@ -184,7 +183,7 @@ def dq_kernel(
                 b_s = dot_nt(b_q, b_k, PRECISION, FLIP)  # S = Q K^T [M, N]
                 b_pre, b_s = to_log2(b_s, queries, o_kv, score_mod, SCALE)
                 if not FULL:
-                    m_in = visible_keys(tables, queries, b_bounds, kv, o_n, tiles.kind, RULE, False, CUT)
+                    m_in = visible_keys(tables, queries, b_bounds, kv, o_n, tiles.kind, RULE, False)
                 b_p = probabilities(b_s, b_lse)  # P = exp(S' - lse) [M, N]
                 if not FULL or not EVEN:
                     b_p = tl.where(m_in, b_p, 0.0)
@@ -239,7 +238,6 @@ def dkdv_kernel(
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     HEADS: tl.constexpr = GROUP // SPLIT
     EVEN: tl.constexpr = Q_LAYOUT.BLOCK % BLOCK_M == 0
-    CUT: tl.constexpr = score_mod.fn is not None  # else absent queries, which are 0, add 0 to dK and dV
     ACC: tl.constexpr = accumulator_dtype(q.ptr.dtype.element_ty)
     query_rows = Stream(q, q_desc0, q_desc1)
     output_grads = Stream(dout, dout_desc0, dout_desc1)
@@ -291,9 +289,7 @@ def dkdv_kernel(
                     m_in = m_m[None, :]
                     if not FULL:
                         b_bounds = row_intervals(tables.interval, rows, i_hm, m_m)
-                        m_in = visible_queries(
-                            tables, queries, b_bounds, tile, o_m, o_kv, tiles.kind, RULE, CUT
-                        )
+                        m_in = visible_queries(tables, queries, b_bounds, tile, o_m, o_kv, tiles.kind, RULE)
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
                     b_do = stream_pieces(output_grads, rows, VO, CHECK)  # [M, E]

@@ -178,11 +178,8 @@ def mod_mask(mask_mod, queries, o_kv, m_in, kind, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(
-    tables, queries, b_bounds, kv, o_n, kind, RULE: tl.constexpr,
-    RELATIVE: tl.constexpr = True, CUT: tl.constexpr = True,
-):  # fmt: skip
-    """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits, with CUT only of its keys.
+def visible_keys(tables, queries, b_bounds, kv, o_n, kind, RULE: tl.constexpr, RELATIVE: tl.constexpr = True):
+    """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits.
 
     queries.pos: [M, 1]; b_bounds: the result of row_intervals
 
@@ -192,7 +189,7 @@ def visible_keys(
     o_kv = (kv.pos + o_n)[None, :]
     first = kv.pos if RELATIVE else 0
     o_at = o_n[None, :] if RELATIVE else o_kv
-    end = kv.n + (kv.pos - first) if CUT else None
+    end = kv.n + (kv.pos - first)
     if tables.rows.runs is None:
         left, right = integer(tables.rows.left), integer(tables.rows.right)
         return window_mask(o_at, queries.pos - first, left, right, end)
@@ -201,26 +198,23 @@ def visible_keys(
         b_end = (b_bounds[1] - first)[:, None]
         return interval_mask(o_at, b_begin, b_end, queries.present[:, None], end, kind, RULE.BOUNDED)
     else:
-        m_n = row_mask(o_n, kv.n, CUT)[None, :]
+        m_n = (o_n < kv.n)[None, :]
         return mod_mask(tables.mask_mod, queries, o_kv, m_n, kind, RULE.BOUNDED)
 
 
 @triton.jit
-def visible_queries(tables, queries, b_bounds, tile, o_m, o_kv, kind, RULE: tl.constexpr, CUT: tl.constexpr):
-    """Mask [N, M] of the pairs that a ``tile`` of queries of a masked block admits, with CUT only of its
-    queries; queries.pos: [1, M]."""
+def visible_queries(tables, queries, b_bounds, tile, o_m, o_kv, kind, RULE: tl.constexpr):
+    """Mask [N, M] of the pairs that a ``tile`` of queries of a masked block admits; queries.pos: [1, M]."""
     if tables.rows.runs is None:
-        n_m = tile.n if CUT else None
         left, right = integer(tables.rows.left), integer(tables.rows.right)
-        return window_mask(o_m[None, :], o_kv - tile.pos, left, right, n_m)
+        return window_mask(o_m[None, :], o_kv - tile.pos, left, right, tile.n)
     elif tables.interval.begin is not None:
         b_begin = b_bounds[0][None, :]
         b_end = b_bounds[1][None, :]
         m_q = queries.present[None, :]
         return interval_mask(o_kv, b_begin, b_end, m_q, None, kind, RULE.BOUNDED)
     else:
-        m_m = row_mask(o_m, tile.n, CUT)[None, :]
-        return mod_mask(tables.mask_mod, queries, o_kv, m_m, kind, RULE.BOUNDED)
+        return mod_mask(tables.mask_mod, queries, o_kv, queries.present[None, :], kind, RULE.BOUNDED)
 
 
 @triton.jit

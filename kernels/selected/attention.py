@@ -266,9 +266,9 @@ def key_queries(
 
 
 @triton.jit
-def query_intervals(rule, rows, queries):
+def query_intervals(rule, rows, queries, BLOCK: tl.constexpr):
     """Positions (begin, end) that queries see inside masked blocks, shaped as ``queries.pos``."""
-    if rule is None:
+    if BLOCK == 1:  # without a rule
         return queries.pos, queries.pos  # not read
     elif rule.interval is not None:
         o_row = rows.batch.to(tl.int64) * integer(rule.interval.stride_b) + rows.offsets
@@ -284,7 +284,7 @@ def query_intervals(rule, rows, queries):
 def shown_pairs(rule, rows, queries, b_bounds, first, o_kv):
     """Mask of the pairs that the mask shows in a tile of keys from position ``first`` on."""
     m_q = queries.present.reshape(queries.pos.shape)
-    if rule.window is not None:
+    if rule.kinds is None:  # Triton 3.6 compares no tuple with a None in it
         return m_q & window_mask(o_kv, queries.pos, integer(rule.window[0]), integer(rule.window[1]), None)
     else:
         o_column = first if rule.aligned is not None else o_kv
@@ -367,7 +367,7 @@ def selected_forward_kernel(
     i_hkv = i_h0 // GROUP
     o_m = tl.arange(0, BLOCK_M)
     rows, queries = selected_queries(i_b, i_h0, i_row, i_part, o_m, places, score_mod, origin, TILING, BLOCK)
-    b_bounds = query_intervals(rule, rows, queries)
+    b_bounds = query_intervals(rule, rows, queries, BLOCK)
     b_q = load_pieces(q, rows, QK)  # [M, D]
     b_m, b_l, b_acc = start_state(state, rows, VO, accumulator_dtype(q.ptr.dtype.element_ty), LOAD_STATE)
     o_row = list_row(lists, i_b, i_hs, i_row)
@@ -439,7 +439,7 @@ def selected_dq_kernel(
     i_hkv = i_h0 // GROUP
     o_m = tl.arange(0, BLOCK_M)
     rows, queries = selected_queries(i_b, i_h0, i_row, i_part, o_m, places, score_mod, origin, TILING, BLOCK)
-    b_bounds = query_intervals(rule, rows, queries)
+    b_bounds = query_intervals(rule, rows, queries, BLOCK)
     m_m = queries.present
     b_q = load_pieces(q, rows, QK)  # [M, D]
     b_do = load_pieces(dout, rows, VO)  # [M, E]
@@ -557,7 +557,7 @@ def selected_dkdv_kernel(
                 m_m = queries.present
                 m_in = m_n & m_m[None, :]  # [N, M]
                 if not FULL:
-                    b_bounds = query_intervals(rule, rows, queries)
+                    b_bounds = query_intervals(rule, rows, queries, BLOCK)
                     m_in = m_in & shown_pairs(rule, rows, queries, b_bounds, kv.first, o_kv)
                 b_q = load_pieces(q, rows, QK)  # [M, D]
                 b_do = load_pieces(dout, rows, VO)  # [M, E]

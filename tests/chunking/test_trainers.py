@@ -145,11 +145,7 @@ MODELS = {
 }
 
 
-OF_LONG = (
-    "a parameter of three layers",
-    "a layer called three times",
-    "torch's attention",
-)  # other ranks have the other parts
+OF_LONG = ("a parameter of three layers", "a layer called three times", "torch's attention")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_only_batches_with_images_need_types_of_tokens() -> None:
     assert image_families.compare(found, expected) == "yes"
     types = torch.zeros_like(tokens)
     types[0, 3:9] = 1
-    with pytest.raises(ValueError, match="sees images both ways, which shard_batch did not find"):
+    with pytest.raises(ValueError, match="sees images by a mask that shard_batch did not make"):
         model(**shard_batch(batch, model, BLOCK_SIZE=16), mm_token_type_ids=types)
 
 

@@ -12,7 +12,7 @@ OTHERS = [pytest.mark.nightly, pytest.mark.integrations]
 
 def test_ten_families_train_with_images() -> None:
     assert sum(result == "yes" for result in LISTED.values()) >= 10
-    assert LISTED.keys() <= families.list_families().keys()
+    assert LISTED.keys() <= families.read_table().keys()
 
 
 @pytest.mark.usefixtures("cpu_engine")

@@ -13,6 +13,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
@@ -21,6 +22,7 @@ from transformers import (
 from tests.integrations import transformers_models as models
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers import shard_batch
+from tritoncp.integrations.transformers.images.image_positions import find_image_positions
 from tritoncp.integrations.transformers.images.own_images import names_of_features
 from tritoncp.integrations.transformers.whole_sequences import CURRENT, hook_layers
 
@@ -234,6 +236,25 @@ def test_documents_with_positions_of_several_axes_have_the_text_axis_first() -> 
 
     model, images = build("Qwen2.5-VL", "eager")
     models.assert_equal(ranks.run(2, work)[0], train(model, pack(model, images)))
+
+
+class Counting(PreTrainedModel):
+    """Counts positions of some axes as in a text."""
+
+    config_class, axes = LlamaConfig, 3
+
+    def compute_3d_position_ids(self, input_ids: Tensor) -> Tensor:
+        return torch.arange(input_ids.shape[1]).expand(self.axes, *input_ids.shape)
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+def test_packed_positions_have_the_text_axis_first_only_for_models_that_read_it(axes: int) -> None:
+    """Hunyuan-VL, whose positions have four axes, refuses a fifth."""
+    model, texts = Counting(LlamaConfig()), models.packed_batch()["position_ids"]
+    model.axes = axes
+    batch = {"input_ids": torch.ones_like(texts), "pixel_values": torch.ones(1)}
+    found = find_image_positions(batch, model, texts, torch.arange(texts.shape[1]).expand(texts.shape))
+    assert torch.equal(found, texts.expand(4, *texts.shape))
 
 
 def test_embeddings_that_lack_positions_or_features_of_images_are_refused_on_ranks() -> None:

@@ -162,14 +162,6 @@ def test_defaults_fit_odd_dims(arch: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_wide_heads_fit_with_a_last_piece_of_any_width(arch: str) -> None:
-    """The table has last pieces of 64 and 128 channels. ptxas spilled thousands of bytes for some others."""
-    names = ("forward", "dq", "dv", "dk")
-    check(arch, compile_jobs([step_job(name, arch, dim) for dim in (272, 288, 416) for name in names]))
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_mask_mods_and_sizes_of_one_may_spill_a_little(arch: str) -> None:
     """A mask_mod's code takes more registers; sizes of one are constants to Triton."""

@@ -9,10 +9,8 @@ which is neither 1 nor even; kernels shift it back.
 from __future__ import annotations
 
 SHIFT = 2  # a kernel has the integer as ``argument >> SHIFT``
-SMALL = (
-    1 << 29
-)  # the argument of an integer in [-SMALL, SMALL) takes 32 bits; others have kernels of their own
-LARGE = 1 << 61  # the argument of an integer in [-LARGE, LARGE) takes 64 bits
+SMALL = 1 << 29  # integers in [-SMALL, SMALL) are arguments of 32 bits; others have kernels of their own
+LARGE = 1 << 61  # integers in [-LARGE, LARGE) are arguments of 64 bits
 
 
 def opaque(n: int) -> int:

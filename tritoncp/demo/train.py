@@ -52,7 +52,7 @@ def plan_documents(
     """Make the plan of document-causal attention over one window, balanced over the ranks: the window is
     short, so its blocks are small, at least BLOCKS for each rank where it has so many tokens."""
     size, ranks = sum(lengths), world_size or (1 if mesh is None else mesh.size())
-    tokens = min(max(size // (BLOCKS * ranks), 16), 128)
+    tokens = min(max(size // (BLOCKS * ranks), 16), 64)
     visible = and_masks(causal(), document(lengths=lengths))
     mask = create_block_mask(visible, 1, 1, size, size, BLOCK_SIZE=1 << tokens.bit_length() - 1)
     return make_plan(mask, mesh, balancer="locality", world_size=world_size, rank=rank)

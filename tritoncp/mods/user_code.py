@@ -144,11 +144,11 @@ def user_operands(callers: Container[CodeType] = ()) -> Operands:
 def _source_of(code: CodeType, instruction: int) -> str:
     """Return the source of an instruction at a place in bytes; "" if it is unknown."""
     place = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
-    lines = [line.encode() for line in linecache.getlines(code.co_filename)]
+    lines = linecache.getlines(code.co_filename)
     first, last, begin, end = place
     if first is None or last is None or begin is None or end is None or last > len(lines):
         return ""
-    own = lines[first - 1 : last]
+    own = [line.encode() for line in lines[first - 1 : last]]
     own[-1] = own[-1][:end]
     own[0] = own[0][begin:]
     return b"".join(own).decode()

@@ -312,7 +312,8 @@ class SelectedTritonEngine:
         strides = _batch_stride(kinds), kinds.stride(1) if kinds.shape[1] > 1 else 0
         aligned = None if mask.kv_block % tile else 1
         sizes = kinds.shape[3], mask.q_block, mask.kv_block
-        rule = PairRule(kinds, *strides, *sizes, aligned, interval, window, mod)
+        by_kind = None if window else kinds
+        rule = PairRule(by_kind, *strides, *sizes, aligned, interval, window, mod)
         return opaque_fields(rule, "stride_b", "stride_h", "columns")
 
     def _descriptors(

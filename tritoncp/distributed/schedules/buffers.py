@@ -7,7 +7,6 @@ and each row belongs to one batch row.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -59,19 +58,22 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
     numbers = strides if type(x) is Tensor else [n if type(n) is int else None for n in strides]
     if numbers[3] == 1 and channels == x.shape[3] and 0 not in numbers:
         return torch.empty_like(x, dtype=dtype)
-    by_size = functools.cmp_to_key(_compare)
-    order = *sorted(range(3), key=lambda dim: by_size(strides[dim]), reverse=True), 3
-    return torch.empty_permuted((*x.shape[:3], channels), order, dtype=dtype or x.dtype, device=x.device)
+    # Not by sorted(): where strides cannot be compared, its result differs between releases of Python.
+    order: list[int] = []
+    for dim in range(3):
+        smaller = (at for at, other in enumerate(order) if _is_less(strides[other], strides[dim]))
+        order.insert(next(smaller, len(order)), dim)
+    size = (*x.shape[:3], channels)
+    return torch.empty_permuted(size, (*order, 3), dtype=dtype or x.dtype, device=x.device)
 
 
-def _compare(a: Any, b: Any) -> int:
-    """Return -1 if stride a is less than b, else 0, which is enough for sorting. In a graph, strides of
-    unbounded sizes compare as equal."""
+def _is_less(a: Any, b: Any) -> bool:
+    """Return whether stride a is known to be less than b. In a graph, strides of unbounded sizes are not."""
     if isinstance(a, int) and isinstance(b, int):
-        return -(a < b)
+        return a < b
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-    return -guard_or_false(a < b)
+    return guard_or_false(a < b)
 
 
 def outputs(

@@ -347,7 +347,7 @@ def _labels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _local_inputs(
-    batch: Mapping[str, Any], model: nn.Module | None, plan: Plan, feature_tokens: set[int]
+    batch: Mapping[str, Any], model: nn.Module | None, plan: Plan, feature_tokens: set[int | None]
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch with positions. feature_tokens: the tokens that stand for features,
     which are not for padding"""

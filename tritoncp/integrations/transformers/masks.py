@@ -69,11 +69,11 @@ class ModelMask(BlockMaskInterface):
         """Return the mask of the last queries: Gemma 4 has fewer queries in layers that share keys, and
         slices masks even if it keeps all. Raises ValueError for any other index."""
         match index:
-            case (slice(), slice(), slice(start=start, stop=None, step=None), slice()):
-                others = index[0], index[1], index[3]
-                if all(one == slice(None) for one in others):
-                    first = slice(start, None).indices(self.q_len)[0]
-                    return self._of_queries_from(first) if first else self
+            case (slice() as b, slice() as h, slice(stop=None, step=None) as q, slice() as kv) if (
+                b == h == kv == slice(None)
+            ):
+                first, _, _ = q.indices(self.q_len)
+                return self._of_queries_from(first) if first else self
         return self.__torch_function__(self.__getitem__, ())
 
     def _of_queries_from(self, first: int) -> Any:

@@ -55,9 +55,10 @@ def _text_pattern(pattern: Pattern) -> Pattern:
     if there are images."""
     if pattern.images is not None and bool((pattern.images >= 0).any()):
         raise ValueError(
-            "a layer sees images both ways, which shard_batch did not find in the batch: put "
-            "token_type_ids or mm_token_type_ids [B, S] into the batch before shard_batch, and pass the "
-            "model to it, in place of its config"
+            "a layer sees images by a mask that shard_batch did not make: put token_type_ids or "
+            "mm_token_type_ids [B, S] into the batch before, and pass the model, not its config; if it "
+            "is so, the model makes other masks than for generation: run it on whole sequences, without "
+            "shard_batch"
         )
     return pattern.without_images
 
@@ -195,9 +196,11 @@ class ContextParallelPlan:
             )
         self._warn_of_documents(pattern)
         if pattern.kind not in self.plans:
-            text = replace(attention_mask, pattern=_text_pattern(pattern))
-            is_planned = text.kind in self.plans
-            self.plans[pattern.kind] = self.plans[text.kind] if is_planned else self._plan_alike(text)
+            of_text = _text_pattern(pattern)
+            plan = self.plans.get(of_text.kind)
+            if plan is None:
+                plan = self._plan_alike(replace(attention_mask, pattern=of_text))
+            self.plans[pattern.kind] = plan
         return self.plans[pattern.kind]
 
     def _is_padded(self, mask: Tensor | None) -> bool:

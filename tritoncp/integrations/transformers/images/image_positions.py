@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tritoncp.integrations.transformers.images.own_images import FEATURES
 
+TEXT_FIRST = 3  # axes of models that read positions of the text before these; Hunyuan-VL, with 4, does not
 COUNT = "compute_3d_position_ids"  # the method of models that counts positions of images
 
 
@@ -19,7 +20,7 @@ def find_image_positions(
     batch: Mapping[str, Any], model: nn.Module, restarting: Tensor | None, default: Tensor
 ) -> Tensor:
     """Return the positions of a batch with images as its model counts them, [axes, B, S]; of packed
-    documents, as in each document alone, [1 + axes, B, S], those of the text first.
+    documents, as in each document alone, [1 + axes, B, S], those of the text first, if the model reads these.
 
     restarting: positions within documents, [B or 1, S], or None
     default:    what is returned if the model counts no positions of images, or the batch has none
@@ -48,7 +49,8 @@ def find_image_positions(
     found = _count(counts[0], {**batch, **padded})
     if found is None:
         return default
-    return torch.cat([texts[None], found[:, document, place].unflatten(1, texts.shape)])
+    packed = found[:, document, place].unflatten(1, texts.shape)
+    return torch.cat([texts[None], packed]) if len(packed) == TEXT_FIRST else packed
 
 
 def _count(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor | None:

@@ -21,17 +21,19 @@ from transformers.utils import ModelOutput
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import fact, together
 from tritoncp.integrations.transformers.images.feature_rows import FeatureRows, RowExchange, send_features
-from tritoncp.integrations.transformers.images.parts import own_part
+from tritoncp.integrations.transformers.images.parts import ALL_IMAGES, own_part
 
 # Inputs whose embeddings replace embeddings of tokens, and the methods that embed them.
 FEATURES = {
     "pixel_values": "image",
     "pixel_values_images": "image",
     "pixel_values_videos": "video",
+    "flattened_patches": "image",
     "input_features": "audio",
     "input_values": "audio",
 }
 PLACED = ("pooler_output", "deepstack_features")  # results with a row for each token
+PLACES = "image_embeds_position_mask"  # of models in which no token stands for images, [B, S]
 
 
 @dataclass
@@ -66,11 +68,15 @@ class OwnFeatures:
         names = inspect.signature(self.method).parameters
         call = {**dict(zip(names, args)), **kwargs}
         named = {name: call[name] for name in names if name in call}
-        part = own_part(named, group.rank(), group.size())
+        module = getattr(self.method, "__self__", None)
+        if isinstance(module, nn.Module) and _mixes_images(module):
+            part = ALL_IMAGES
+        else:
+            part = own_part(named, group.rank(), group.size())
         out = self.method(**call | part.arguments)
         is_output = isinstance(out, ModelOutput)
-        features = out.pooler_output if is_output else out
-        embedded = sum(len(x) for x in _rows(features))
+        names_placed = _placed(out) if is_output else []
+        embedded = _count_rows(out[names_placed[0]] if is_output else out)
         owned = embedded * part.is_owner
         purpose = f"features of {self.kind}s"
         _, numbers = together(group, purpose, lambda: (None, {"call": fact(purpose)}, (owned,)))
@@ -87,10 +93,21 @@ class OwnFeatures:
             place = partial(_select, index=rows.wanted_by(group.rank()))
         if not is_output:
             return _place(out, place)
-        for name in PLACED:
-            if out.get(name) is not None:
-                out[name] = _place(out[name], place)
+        for name in names_placed:
+            out[name] = _place(out[name], place)
         return out
+
+
+def _mixes_images(module: nn.Module) -> bool:
+    """Return whether features of an image depend on all images of a call, as with batch norm in training
+    (Emu3)."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return any(isinstance(part, kinds) and part.training for part in module.modules())
+
+
+def _placed(out: ModelOutput) -> list[str]:
+    """Return the names of the results with a row for each token."""
+    return [name for name in PLACED if out.get(name) is not None] or ["last_hidden_state"]
 
 
 def _select(x: Tensor, index: Tensor) -> Tensor:
@@ -102,6 +119,13 @@ def _rows(x: Any) -> list[Tensor]:
     list of these."""
     parts = [x] if isinstance(x, Tensor) else list(x)
     return [part.reshape(-1, part.shape[-1]) for part in parts]
+
+
+def _count_rows(x: Any) -> int:
+    """Return the number of rows of a method's result; of features for several layers, of one of them."""
+    if isinstance(x, Tensor) or (isinstance(x, list | tuple) and all(isinstance(part, Tensor) for part in x)):
+        return sum(len(part) for part in _rows(x))
+    return max(map(_count_rows, x), default=0) if isinstance(x, list | tuple) else 0
 
 
 def _place(x: Any, place: Callable[[Tensor], Tensor]) -> Any:
@@ -135,14 +159,18 @@ def hook_features(model: nn.Module, current: Any) -> bool:
     return bool(methods)
 
 
-def feature_tokens(batch: Mapping[str, Any], model: nn.Module | None) -> dict[str, int]:
-    """Return the token that stands for each kind of features in a batch.
+def feature_tokens(batch: Mapping[str, Any], model: nn.Module | None) -> dict[str, int | None]:
+    """Return the token that stands for each kind of features in a batch; None: its mask PLACES has their
+    places.
 
     Raises ValueError for features that the ranks of a model cannot share.
     """
-    found = {}
+    found: dict[str, int | None] = {}
     for name, kind in FEATURES.items():
         if batch.get(name) is None:
+            continue
+        if name == "pixel_values" and batch.get(PLACES) is not None and _embeds(model, kind):
+            found[kind] = None
             continue
         ids = batch.get("input_ids")
         tokens = [] if model is None else _token_ids(model, kind)
@@ -163,6 +191,11 @@ def feature_tokens(batch: Mapping[str, Any], model: nn.Module | None) -> dict[st
     return found
 
 
+def _embeds(model: nn.Module | None, kind: str) -> bool:
+    """Return whether a model has a method that embeds features of a kind."""
+    return model is not None and any(kind == one for _, _, one in methods_of(model))
+
+
 def _token_ids(model: nn.Module, kind: str) -> list[int]:
     """Return the tokens that may stand for features of a kind. GLM-4.1V has images' tokens in videos."""
     configs = [module.config for module, _, one in methods_of(model) if one == kind]
@@ -180,7 +213,12 @@ def names_of_features(model: nn.Module | None) -> set[str]:
 
 
 def place_features(
-    batch: Mapping[str, Any], tokens: Mapping[str, int], placement: Any
+    batch: Mapping[str, Any], tokens: Mapping[str, int | None], placement: Any
 ) -> dict[str, FeatureRows]:
     """Return where the rows of each kind of features belong."""
-    return {kind: FeatureRows.of(batch["input_ids"] == token, placement) for kind, token in tokens.items()}
+    return {
+        kind: FeatureRows.of(
+            batch[PLACES].bool() if token is None else batch["input_ids"] == token, placement
+        )
+        for kind, token in tokens.items()
+    }

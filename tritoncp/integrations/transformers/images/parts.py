@@ -33,6 +33,9 @@ class Part(NamedTuple):
     is_split: bool
 
 
+ALL_IMAGES = Part({}, is_owner=True, is_split=False)  # of every rank
+
+
 def share_images(sizes: Sequence[int], world_size: int) -> list[tuple[int, int]]:
     """Return (first, end) of the images of each rank. sizes: the work of each image
 
@@ -51,12 +54,12 @@ def own_part(arguments: Mapping[str, Any], rank: int, world_size: int) -> Part:
     given = {name: x for name, x in arguments.items() if _is_of_images(x)}
     first = next(iter(arguments))
     if first not in given or not set(given) <= PER_IMAGE | {first}:
-        return Part({}, True, False)
+        return ALL_IMAGES
     given = _without_padding(given, first)
     grid = next((given[name] for name in GRIDS if name in given), None)
     sizes = [1] * len(given[first]) if grid is None else grid.prod(-1).tolist()
     if not sizes or any(len(x) not in (len(sizes), sum(sizes)) for x in given.values()):
-        return Part({}, True, False)
+        return ALL_IMAGES
     start, end = share_images(sizes, world_size)[rank]
     is_owner = start < end
     start, end = (start, end) if is_owner else (0, 1)
@@ -79,6 +82,8 @@ def _without_padding(given: dict[str, Any], first: str) -> dict[str, Any]:
     images = given[first]
     has_tiles = "image_sizes" in given  # of LLaVA-NeXT
     if first != "pixel_values" or has_tiles or not isinstance(images, Tensor) or images.ndim != 5:
+        return given
+    if images.shape[-1] == 3:  # frames [n, T, H, W, C] of Inkling
         return given
     is_image = (images != 0).flatten(2).any(-1)
     if not bool(is_image.any()):
