@@ -172,7 +172,7 @@ def dq_kernel(
     # bytes spilled).
     for FULL in tl.static_range(0 if RULE.MASKED else 1, 2):  # masked blocks, then full ones
         for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=True):
-            CHECK: tl.constexpr = not (FULL and EVEN)
+            CHECK: tl.constexpr = not EVEN if FULL else RULE.RAGGED
             tiles = run_tiles(tables.rows, i_run, tile, tables.kv_slots, BLOCK_M, KV_LAYOUT, FULL)
             for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
                 kv = locate_tile(tables.kv_slots, i_b, skip_cut(tiles, i_t), KV_LAYOUT)
@@ -270,7 +270,7 @@ def dkdv_kernel(
                 tables.rows, i_b, i_h + integer(origin.head), i_tile // KV_LAYOUT.TILES
             )
             for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=True):
-                CHECK: tl.constexpr = not (FULL and EVEN)
+                CHECK: tl.constexpr = not EVEN if FULL else RULE.RAGGED
                 tiles = run_tiles(tables.rows, i_run, kv, tables.q_slots, BLOCK_N, Q_LAYOUT, FULL)
                 i_t = tiles.begin
                 n_t = tiles.end - tiles.begin

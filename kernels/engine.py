@@ -335,6 +335,7 @@ class TritonEngine:
         widest = 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config)
         qk, vo = channels(q.shape[3], widest), channels(v.shape[3], widest)
         sums_values = kind == "forward" or flags.get("RESULTS") == "dv"
+        ragged = streamed.ragged(tile, bool(tables.window))
         args = (
             flags
             | tiling.args(tables)
@@ -346,7 +347,7 @@ class TritonEngine:
                 "QK": qk,
                 "VO": channel_range(vo, *part) if sums_values else vo,
                 "SUM": qk if sums_values else channel_range(qk, *part),
-                "RULE": MaskRule(tables.has_masked, tables.bounded),
+                "RULE": MaskRule(tables.has_masked, tables.bounded, ragged),
                 "PRECISION": self.options.get("PRECISION", "ieee"),
             }
         )

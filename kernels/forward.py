@@ -43,12 +43,12 @@ from tritoncp.kernels.tiles import (
     HeadRows,
     Stream,
     accumulator_dtype,
+    head_pointer,
     head_rows,
     is_last,
     load_pieces,
     load_stat,
     row_pointers,
-    stat_pointer,
     stat_pointers,
     store_pieces,
     stream_pieces,
@@ -99,7 +99,7 @@ def hide_keys(b_s, tables, queries, b_bounds, kv, o_n, kind, RULE: tl.constexpr)
     evaluating the mask_mod before the product (without: 8 bytes spilled on sm_80, 64 channels).
     """
     if tables.mask_mod.fn is not None:
-        m_in = (o_n < kv.n)[None, :]
+        m_in = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
         if kind != BOUNDED_KIND:
             b_s = tl.where(keep_pairs(tables.mask_mod, queries, (kv.pos + o_n)[None, :]), b_s, -float("inf"))
     else:
@@ -172,7 +172,7 @@ def forward_kernel(
     # spilled).
     for FULL in tl.static_range(0 if RULE.MASKED else 1, 2):  # masked blocks, then full ones
         for i_run in range(mid if FULL else begin, end if FULL else mid):
-            CHECK: tl.constexpr = not (FULL and EVEN)
+            CHECK: tl.constexpr = not EVEN if FULL else RULE.RAGGED
             tiles = run_tiles(tables.rows, i_run, tile, tables.kv_slots, Q_LAYOUT.TILE, KV_LAYOUT, FULL)
             tiles, share = share_run(tiles, share, splits)
             for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
@@ -228,8 +228,8 @@ def combine_kernel(
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < E
     if LOAD_STATE:
-        b_m = tl.load(stat_pointer(state.m, i_b, i_h) + row)
-        b_l = tl.load(stat_pointer(state.l, i_b, i_h) + row)
+        b_m = tl.load(head_pointer(state.m, i_b, i_h) + row)
+        b_l = tl.load(head_pointer(state.l, i_b, i_h) + row)
         b_acc = tl.load(row_pointers(state.acc, i_b, i_h, row, o_e), mask=m_e, other=0.0)  # [E]
     else:
         ACC: tl.constexpr = parts.acc.ptr.dtype.element_ty
@@ -240,8 +240,8 @@ def combine_kernel(
         o_p = i_part + tl.arange(0, PARTS)
         m_p = o_p < splits
         i_hp = i_h * splits + o_p
-        b_mp = tl.load(stat_pointer(parts.m, i_b, i_hp) + row, mask=m_p, other=-float("inf"))  # [P]
-        b_lp = tl.load(stat_pointer(parts.l, i_b, i_hp) + row, mask=m_p, other=0.0)
+        b_mp = tl.load(head_pointer(parts.m, i_b, i_hp) + row, mask=m_p, other=-float("inf"))  # [P]
+        b_lp = tl.load(head_pointer(parts.l, i_b, i_hp) + row, mask=m_p, other=0.0)
         p_ap = row_pointers(parts.acc, i_b, i_hp[:, None], row, o_e[None, :])
         b_ap = tl.load(p_ap, mask=m_p[:, None] & m_e[None, :], other=0.0)  # [P, E]
         b_max = tl.maximum(b_m, tl.max(b_mp, 0))
@@ -252,12 +252,12 @@ def combine_kernel(
         b_acc = b_acc * b_r + tl.sum(b_ap * b_w[:, None], 0)
         b_m = b_max
     if STORE_STATE:
-        tl.store(stat_pointer(state.m, i_b, i_h) + row, b_m)
-        tl.store(stat_pointer(state.l, i_b, i_h) + row, b_l)
+        tl.store(head_pointer(state.m, i_b, i_h) + row, b_m)
+        tl.store(head_pointer(state.l, i_b, i_h) + row, b_l)
         tl.store(row_pointers(state.acc, i_b, i_h, row, o_e), b_acc, mask=m_e)
     else:
         b_out = (b_acc * inverse_sum(b_l)).to(out.ptr.dtype.element_ty)
         tl.store(row_pointers(out, i_b, i_h, row, o_e), b_out, mask=m_e)
-        tl.store(stat_pointer(lse, i_b, i_h) + row, row_lse(b_m, b_l))
+        tl.store(head_pointer(lse, i_b, i_h) + row, row_lse(b_m, b_l))
         if max_scores.ptr is not None:
-            tl.store(stat_pointer(max_scores, i_b, i_h) + row, row_max(b_m, b_l))
+            tl.store(head_pointer(max_scores, i_b, i_h) + row, row_max(b_m, b_l))

@@ -76,6 +76,10 @@ class StreamedTensors(NamedTuple):
         ends = self.ends == "block" or (self.ends == "buffer" and same_end)
         return ends and all(copyable(x) for x in self.tensors.values())
 
+    def ragged(self, tile: int, window: bool) -> bool:
+        """Whether tiles of masked blocks may hold fewer tokens than rows."""
+        return bool(self.rows % tile if window else self.ends != "block" or self.block % tile)
+
     def count_bytes(self) -> int:
         """Count the bytes of one batch row."""
         return sum(x[:1].numel() * x.element_size() for x in self.tensors.values())
@@ -127,20 +131,18 @@ def side_layout(block: int, tile: int, window: bool, dense: bool) -> SideLayout:
 def step_tables(tables: Any, mask_mod: Closure, by_keys: bool) -> StepTables:
     """Make the kernel argument of a step's tables. by_keys: each program computes a tile of keys, sees the
     window from the other side, and reads runs of Q slots."""
-    interval, ptr = Interval(None, None, None, None), tables.col_ptr if by_keys else tables.row_ptr
+    interval, ptr = Interval(None, None, 0, 0), tables.col_ptr if by_keys else tables.row_ptr
     if tables.window:
         left, right = reversed(tables.window) if by_keys else tables.window
-        rows = Rows(
-            None, None, None, None, *[side if side is None else opaque(side) for side in (left, right)]
-        )
+        rows = Rows(None, None, None, None, left, right)
     else:
         runs = tables.col_runs if by_keys else tables.row_runs
-        rows = Rows(ptr, _stride(ptr, 0), _stride(ptr, 1), runs, None, None)
+        rows = Rows(ptr, _table_stride(ptr, 0), _table_stride(ptr, 1), runs, None, None)
         if tables.mask == "interval":
             interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
     return StepTables(
-        Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, opaque(tables.q_rows)),
-        Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, opaque(tables.kv_rows)),
+        Slots(tables.q_slots, _table_stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
+        Slots(tables.kv_slots, _table_stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
         rows,
         interval,
         mask_mod if tables.mask == "mod" else NO_FUNCTION,
@@ -148,5 +150,10 @@ def step_tables(tables: Any, mask_mod: Closure, by_keys: bool) -> StepTables:
 
 
 def _stride(x: Tensor, dim: int) -> int:
-    """The stride of a dimension, opaque; 0 if its only entry serves all indices."""
-    return opaque(x.stride(dim) if x.shape[dim] > 1 else 0)
+    """The stride of a dimension, 0 if its only entry serves all indices."""
+    return x.stride(dim) if x.shape[dim] > 1 else 0
+
+
+def _table_stride(x: Tensor, dim: int) -> int:
+    """The :func:`_stride` of a table, whose size depends on the number of slots and runs; opaque."""
+    return opaque(_stride(x, dim))

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from triton.language.target_info import current_target
 
-from tritoncp.kernels.opaque_integers import integer
 from tritoncp.kernels.tile_runs import BOUNDED_KIND
 from tritoncp.kernels.tiles import INTERPRETED, count_pieces, piece_width
 
@@ -136,8 +135,8 @@ def row_intervals(interval, rows, i_h, m_m):
     """Positions (begin, end) that a tile's rows see inside masked blocks, by head ``i_h`` of the table;
     end = 0 where not ``m_m``."""
     if interval.begin is not None:
-        o_b = rows.batch.to(tl.int64) * integer(interval.stride_b)
-        o_row = o_b + i_h.to(tl.int64) * integer(interval.stride_h) + rows.first
+        o_b = rows.batch.to(tl.int64) * interval.stride_b
+        o_row = o_b + i_h.to(tl.int64) * interval.stride_h + rows.first
         b_begin = tl.load(interval.begin + o_row + rows.offsets, mask=m_m, other=0)
         return b_begin, tl.load(interval.end + o_row + rows.offsets, mask=m_m, other=0)
     else:
@@ -189,16 +188,15 @@ def visible_keys(tables, queries, b_bounds, kv, o_n, kind, RULE: tl.constexpr, R
     o_kv = (kv.pos + o_n)[None, :]
     first = kv.pos if RELATIVE else 0
     o_at = o_n[None, :] if RELATIVE else o_kv
-    end = kv.n + (kv.pos - first)
+    end = kv.n + (kv.pos - first) if RULE.RAGGED else None
     if tables.rows.runs is None:
-        left, right = integer(tables.rows.left), integer(tables.rows.right)
-        return window_mask(o_at, queries.pos - first, left, right, end)
+        return window_mask(o_at, queries.pos - first, tables.rows.left, tables.rows.right, end)
     elif tables.interval.begin is not None:
         b_begin = (b_bounds[0] - first)[:, None]
         b_end = (b_bounds[1] - first)[:, None]
         return interval_mask(o_at, b_begin, b_end, queries.present[:, None], end, kind, RULE.BOUNDED)
     else:
-        m_n = (o_n < kv.n)[None, :]
+        m_n = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
         return mod_mask(tables.mask_mod, queries, o_kv, m_n, kind, RULE.BOUNDED)
 
 
@@ -206,8 +204,8 @@ def visible_keys(tables, queries, b_bounds, kv, o_n, kind, RULE: tl.constexpr, R
 def visible_queries(tables, queries, b_bounds, tile, o_m, o_kv, kind, RULE: tl.constexpr):
     """Mask [N, M] of the pairs that a ``tile`` of queries of a masked block admits; queries.pos: [1, M]."""
     if tables.rows.runs is None:
-        left, right = integer(tables.rows.left), integer(tables.rows.right)
-        return window_mask(o_m[None, :], o_kv - tile.pos, left, right, tile.n)
+        n_m = tile.n if RULE.RAGGED else None
+        return window_mask(o_m[None, :], o_kv - tile.pos, tables.rows.left, tables.rows.right, n_m)
     elif tables.interval.begin is not None:
         b_begin = b_bounds[0][None, :]
         b_end = b_bounds[1][None, :]

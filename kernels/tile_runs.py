@@ -76,6 +76,7 @@ class MaskRule(NamedTuple):
 
     MASKED: Any  # some blocks are not full
     BOUNDED: Any  # some blocks are of BOUNDED_KIND
+    RAGGED: Any  # tiles of masked blocks may have fewer tokens than rows
 
 
 class Tile(NamedTuple):
@@ -119,10 +120,8 @@ def locate_tile(slots, i_b, i_tile, LAYOUT: tl.constexpr, VOLATILE: tl.constexpr
     if LAYOUT.DENSE:
         row = i_tile * TILE
         if VOLATILE and multiplies_from_registers():
-            row += tl.load(
-                slots.ptr + i_b * integer(slots.stride_b), volatile=True
-            )  # 0, the first slot's row
-        return Tile(row, slots.first + row, integer(slots.count) - row)
+            row += tl.load(slots.ptr + i_b * integer(slots.stride_b), volatile=True)  # 0, the first row
+        return Tile(row, slots.first + row, slots.count - row)
     else:
         TILES: tl.constexpr = LAYOUT.TILES
         shift = (i_tile % TILES) * TILE
@@ -182,21 +181,18 @@ def run_tiles(rows, i_run, tile, slots, TILE: tl.constexpr, LAYOUT: tl.constexpr
     STEP: tl.constexpr = LAYOUT.TILE
     if rows.runs is None:
         first = slots.first
-        count = integer(slots.count)
-        left = integer(rows.left)
-        right = integer(rows.right)
         begin = tile.pos
         end = tile.pos + tl.minimum(tile.n, TILE)
         see_begin = 0
         all_begin = 0
-        see_end = tl.cdiv(count, STEP)
-        all_end = count // STEP
-        if left is not None:
-            see_begin = tl.maximum(begin - left - first, 0) // STEP
-            all_begin = tl.cdiv(tl.maximum(end - 1 - left - first, 0), STEP)
-        if right is not None:
-            see_end = tl.minimum(tl.cdiv(tl.maximum(end + right - first, 0), STEP), see_end)
-            all_end = tl.minimum(tl.maximum(begin + right + 1 - first, 0) // STEP, all_end)
+        see_end = tl.cdiv(slots.count, STEP)
+        all_end = slots.count // STEP
+        if rows.left is not None:
+            see_begin = tl.maximum(begin - rows.left - first, 0) // STEP
+            all_begin = tl.cdiv(tl.maximum(end - 1 - rows.left - first, 0), STEP)
+        if rows.right is not None:
+            see_end = tl.minimum(tl.cdiv(tl.maximum(end + rows.right - first, 0), STEP), see_end)
+            all_end = tl.minimum(tl.maximum(begin + rows.right + 1 - first, 0) // STEP, all_end)
         see_end = tl.maximum(see_end, see_begin)
         all_begin = tl.minimum(tl.maximum(all_begin, see_begin), see_end)
         all_end = tl.minimum(tl.maximum(all_end, all_begin), see_end)

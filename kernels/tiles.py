@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tritoncp.core.opaque_integers import opaque
-from tritoncp.kernels.opaque_integers import integer
 from tritoncp.kernels.tile_rules import pieces
 
 # The interpreter's tl.dot reads bf16 as raw uint16, so operands are widened there; products of two
@@ -46,8 +44,8 @@ class Stat(NamedTuple):
     """A [batch, head, row] tensor of row statistics, rows contiguous."""
 
     ptr: Any
-    stride_b: Any  # opaque
-    stride_h: Any  # opaque
+    stride_b: Any
+    stride_h: Any
 
 
 class Stream(NamedTuple):
@@ -87,7 +85,7 @@ def view(x: torch.Tensor | None) -> Strided | Stat:
         return _NO_TENSOR
     strides = x.stride()
     if len(strides) == 3:
-        return Stat(x, *map(opaque, strides[:2]))
+        return Stat(x, *strides[:2])
     limit = WIDE_STRIDE if x.shape[3] <= 256 else WIDE_STRIDE // 2
     return Strided(x, *strides, 1 if max(strides[2:]) >= limit else None)
 
@@ -181,15 +179,9 @@ def head_pointer(x, i_b, i_h):
 
 
 @triton.jit
-def stat_pointer(x, i_b, i_h):
-    """Pointer to the first statistic of one head."""
-    return x.ptr + i_b.to(tl.int64) * integer(x.stride_b) + i_h.to(tl.int64) * integer(x.stride_h)
-
-
-@triton.jit
 def stat_pointers(x, rows):
     """Pointers to the statistics of a tile's rows."""
-    return stat_pointer(x, rows.batch, rows.head) + rows.first + rows.offsets
+    return head_pointer(x, rows.batch, rows.head) + rows.first + rows.offsets
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from tritoncp.masks.block_mask_interface import (
 from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
 from tritoncp.masks.closed_forms import PartOfMask, as_int, is_closed_form
-from tritoncp.masks.mask_mod import MAX_TOKENS, UNBOUNDED, Intervals, MaskFn, MaskMod
+from tritoncp.masks.mask_mod import MAX_TOKENS, Intervals, MaskFn, MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.runs.block_lists import bound_ragged_blocks, lists_from_blocks
 from tritoncp.masks.runs.block_runs import ABSENT, Kind, Runs
@@ -434,7 +434,7 @@ def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tupl
     row_of = (torch.arange(rows) >= max(rows - 1, 1)).long()
     first = torch.arange(cols + 1) if cols < 2 else torch.tensor([0, cols - 1, cols])
     runs = corners.take(row_of[None]).remap(first[None]).expand(B, H)
-    return Mask(q_len, kv_len, q_block, kv_block, runs, None, (UNBOUNDED, UNBOUNDED), None)
+    return Mask(q_len, kv_len, q_block, kv_block, runs, None, None, None)
 
 
 @host_only

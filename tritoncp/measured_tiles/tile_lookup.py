@@ -57,11 +57,9 @@ def kind_of(mask: Mask, mod: bool = False) -> str:
     """
     if mod:
         return "mod"
-    if mask.mask_mod is None:
-        return "full"
     if mask.window is not None:
         return "causal" if min(mask.window) < 0 else "window"
-    return "interval"
+    return "full" if mask.mask_mod is None else "interval"
 
 
 def local_table(device: torch.device) -> Table:

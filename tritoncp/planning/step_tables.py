@@ -136,9 +136,8 @@ class Tables:
     mask:              "none" | "interval" | "mod": how masked blocks are decided
     window:            (left, right) if positions alone determine runs and intervals: kernels read no table; a
                        side without a limit is None
-    has_masked:        whether there may be masked blocks
-    bounded:           whether there may be blocks of Kind.BOUNDED. These and ``mask`` follow from the kind
-                       of the mask where possible, so that kernels serve all lengths and documents
+    has_masked:        whether there are masked blocks
+    bounded:           whether there are blocks of Kind.BOUNDED
 
     Documents of 5 and 7 tokens in three blocks of 4: rank 1 has the queries of blocks 1 and 2, and its step
     reads the gathered buffer, where rank 0's shard (block 0 and padding) comes first.
@@ -162,7 +161,7 @@ class Tables:
     >>> t.dense_q, t.dense_kv, t.q_ends, t.kv_ends  # padding lies between the KV slots
     (True, False, 'block', 'block')
     >>> t.mask, t.window, t.has_masked, t.bounded
-    ('interval', None, True, True)
+    ('interval', None, True, False)
     """
 
     q_slots: Tensor
@@ -212,7 +211,7 @@ def tables_of(
         for the call.
     """
     lo, hi = _local_intervals(interval, positions)
-    decided = "interval" if lo is not None else "mod" if runs.has_kind(Kind.MASKED) else "none"
+    decided = "none" if not runs.has_kind(Kind.MASKED) else "interval" if lo is not None else "mod"
     dense_q = _is_dense(q_slots, mask.q_block)
     dense_kv = _is_dense(kv_slots, mask.kv_block)
     q_rows, kv_rows = (int(slots[0, :, 2].sum()) for slots in (q_slots, kv_slots))
@@ -243,8 +242,8 @@ def tables_of(
         kv_ends=_ends(kv_slots, mask.kv_block),
         mask="interval" if window else decided,
         window=window and tuple([None if side == UNBOUNDED else side for side in window]),
-        has_masked=decided != "none" or window is not None or runs.has_kind(Kind.BOUNDED),
-        bounded=window is None and (decided != "none" or runs.has_kind(Kind.BOUNDED)),
+        has_masked=any(map(runs.has_kind, (Kind.MASKED, Kind.BOUNDED))) or window is not None,
+        bounded=runs.has_kind(Kind.BOUNDED) and window is None,
     )
 
 
