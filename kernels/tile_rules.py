@@ -335,7 +335,7 @@ _WIDE: _Tiles = {
     "dkdv": {
         64: Config(32, 32, 8, 1, maxnreg=256),
         128: Config(16, 32, 8, 1),
-        256: Config(16, 16, 4, 1),
+        256: Config(16, 16, 4, 1, maxnreg=256),  # 8 bytes without (sm_80)
         576: Config(16, 16, 8, 1),
     },
 }
@@ -380,8 +380,8 @@ def selected(kind: str, arch: str, rows: int, head_dim: int, dtype: torch.dtype)
         return Config(tile, keys, 4, 2) if head_dim <= 128 else Config(tile, 16, 8, 2)
     warps = max(tile // 16, least)
     keys = 64 if head_dim <= 128 and tile > 16 else 32
-    spills = head_dim > 128 if kind == "forward" else head_dim <= 64 and tile == 16  # 8 bytes (sm_100)
-    limit = 256 if spills and family(arch) == "sm_100" else None
+    narrow = {"sm_90": kind == "forward" and head_dim > 128, "sm_100": kind == "forward" or head_dim <= 64 and tile == 16}
+    limit = 256 if narrow.get(family(arch)) else None  # 8 bytes without
     return Config(tile, keys, warps, 2, maxnreg=limit)
 
 

@@ -80,9 +80,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plain", metavar="COUNT", help="run a sample of the tests that replaces nothing")
 
 
-@pytest.hookimpl(trylast=True)  # after -k and -m
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out laws of Triton's interpreter where kernels are compiled; draw the sample of ``--plain``."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark as long what `sample` leaves out. After -k and -m, leave out laws of Triton's interpreter where
+    kernels are compiled, and draw the sample of ``--plain``."""
+    mark_beyond_samples(items)
+    yield
     kept = items
     if COMPILED:
         kept = [item for item in kept if not item.get_closest_marker("interpreted")]
@@ -91,6 +94,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = {*kept}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
+
+
+def mark_beyond_samples(items: list[pytest.Item]) -> None:
+    """Mark all cases but a sample as long, where a test has the marker `sample`. The same cases are drawn in
+    every run."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not any(map(item.get_closest_marker, ("long", "nightly"))):
+            cases.setdefault((str(item.path), item.originalname), []).append(item)  # type: ignore[attr-defined]
+    for group in cases.values():
+        count = group[0].get_closest_marker("sample").args[0]  # type: ignore[union-attr]
+        for item in sorted(group, key=lambda item: random.Random(item.name).random())[count:]:
+            item.add_marker(pytest.mark.long)
 
 
 def is_plain(item: pytest.Item) -> bool:

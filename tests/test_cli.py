@@ -101,6 +101,7 @@ REFUSED["plan"] += [
 REFUSED["autotune"].append((["--shapes", f"{'9' * 5000}x1,64,64"], "HEADSxKV_HEADS"))
 
 
+@pytest.mark.sample(48)
 @pytest.mark.parametrize(
     ("command", "words", "said"),
     [(command, words, said) for command, rows in REFUSED.items() for words, said in rows],
@@ -186,6 +187,7 @@ def test_checked_mods_are_not_called(mods):
     assert not (mods / "called").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["near", "tree", "module", "closer", "both", "loud"])
 def test_json_of_a_users_mask_is_the_same_every_time(name, mods):
     first = CliRunner().invoke(main, ["plan", f"--mask=my_mods:{name}", SMALL, "--json"])

@@ -56,6 +56,7 @@ def test_the_cpu_engine_trains_if_requested(monkeypatch):
     assert engines == ["1", "0", "0"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_the_work_of_the_ranks_is_even(world_size):
     first, *plans = demo_run.make_plans(TrainingConfig(), world_size)
@@ -127,6 +128,7 @@ def test_a_rank_that_is_killed_is_noticed(monkeypatch):
 # verdict and display
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("second", [[2.0, 1.5], [2.0, float("nan")]])
 def test_a_disagreement_is_shown_and_fails(second, monkeypatch, tmp_path):
     def steps(losses):

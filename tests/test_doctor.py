@@ -14,6 +14,7 @@ from tritoncp.cli import main
 from tritoncp.kernels.toolchain import PTXAS_PATHS, ptxas_for
 
 
+@pytest.mark.long
 def test_doctor_reports_this_process_and_its_variables_with_those_that_are_wrong(tmp_path):
     wrong = {"TRITONCP_DEBUG": "maybe", "TRITONCP_CHEK": "1"}
     done = tritoncp("doctor", "--json", TRITONCP_CONFIG_DIR=str(tmp_path), WORLD_SIZE="2", **wrong)

@@ -28,6 +28,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("engine", "where"), PLACES, indirect=["engine"])
 @pytest.mark.parametrize("schedule", ["one device", "allgather", "ring", "fetch", "ulysses"])
 def test_a_nan_is_in_every_answer_that_saw_it(schedule: str, where: str, engine: str) -> None:
@@ -79,6 +80,7 @@ def test_gradients_of_rows_with_a_nan_are_nan() -> None:
         assert bool(grad[0, 0, :16].isnan().all()) and not bool(grad[0, 1].isnan().any())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1e8, 1e12])
 @pytest.mark.bar(5)

@@ -83,6 +83,7 @@ TORCHS, TORCHS_SMALL = (
 )
 
 
+@pytest.mark.sample(50)
 @CPU
 @pytest.mark.parametrize("case", named([*PAIRS, *TORCHS]))
 @pytest.mark.bar(12)
@@ -98,6 +99,7 @@ def test_every_pair_of_factors_and_every_mask_with_every_score(engine: str, case
     check(case)
 
 
+@pytest.mark.sample(30)
 @KERNELS
 @pytest.mark.parametrize("case", named([*EACH, *TORCHS_SMALL]))
 def test_every_factor_in_kernels(engine: str, case: Case) -> None:
@@ -119,6 +121,7 @@ def test_every_pair_of_factors_and_every_mask_with_every_score_in_kernels(engine
     check(case)
 
 
+@pytest.mark.sample(2)
 @CPU
 @pytest.mark.parametrize("schedule", FACTORS["schedule"])
 def test_gradients_of_keys_that_many_ranks_read(engine: str, schedule: str) -> None:

@@ -143,6 +143,7 @@ def test_the_first_cases_are_every_schedule_in_every_dtype(world_size):
     assert listed[-1].mask in WIDE
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_an_exception_is_a_failed_case_whose_traceback_is_for_debugging(debug, monkeypatch):
     def planted(*tensors, **options):
@@ -205,6 +206,7 @@ def test_ctrl_c_ends_a_check_and_its_processes():
     assert rest.splitlines()[-1].endswith(": interrupted by Ctrl-C")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "why", "processes"),
     [
@@ -238,6 +240,7 @@ def test_a_fault_in_a_case_fails_that_case_alone(fault, why, processes, monkeypa
     assert why in case["why"] and case["error"] is None
 
 
+@pytest.mark.long
 def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
     doubled = torch.autograd.grad
 
@@ -253,6 +256,7 @@ def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
         assert [case["tensor"] for case in wrong(report)] == [tensor]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kernel", "tensors"), [("forward", ("out", "lse", "dq", "dk", "dv")), ("dq", ("dq",))]
 )

@@ -66,6 +66,7 @@ def test_a_shape_gives_heads_widths_and_length() -> None:
     assert (problem.dim, problem.v_dim, problem.kv_heads) == (64, 32, 2)
 
 
+@pytest.mark.long
 def test_torchs_candidates_begin_with_its_default() -> None:
     default, *rest = torch_templates.candidates("forward", "sm_80", Problem("causal", 512))
     assert default.default and default.name == "128×64 8/3" and rest and not any(job.default for job in rest)

@@ -37,6 +37,7 @@ def tensors(**kw: Any) -> QKV:
     return qkv(40, **{"heads": 2, "kv_heads": 1, "batch": 2, "dtype": F64, **kw})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_kernel_option_that_only_torch_has_warns_once(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
@@ -94,6 +95,7 @@ CALLS: dict[str, tuple[tuple, dict[str, Any]]] = {
 ON_ENGINES = [*(("cpu", name) for name in CALLS), ("kernels", "score_mod and mask"), ("kernels", "options")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("engine", "name"), ON_ENGINES, indirect=["engine"])
 def test_torchs_call_gives_torchs_answer(name: str, engine: str) -> None:
     """The result is a tensor, (out, lse), or (out, AuxOutput), whose fields that were not requested are

@@ -38,6 +38,7 @@ def whole_batch() -> tuple[list[Tensor], Callable[..., Tensor]]:
     return [torch.randn(B, HEADS, S, D, dtype=torch.float64) for _ in range(3)], score
 
 
+@pytest.mark.long
 def test_one_graph_serves_every_offset() -> None:
     (qkv, score), plan = whole_batch(), tritoncp.make_plan(listed(bits, heads=HEADS))
     counted = torch._dynamo.testing.CompileCounter()

@@ -35,6 +35,7 @@ CASES = [  # compiled for one length of values only
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("v_dim", "form", "compiled"), CASES)
 def test_out_has_the_layout_of_torchs(form, v_dim, compiled, monkeypatch):
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
@@ -53,6 +54,7 @@ def test_out_has_the_layout_of_torchs(form, v_dim, compiled, monkeypatch):
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)], ids=str)
 def test_gradients_have_the_stride_orders_of_their_tensors(order, engine):
     leaves = [permuted(order).requires_grad_() for _ in range(3)]

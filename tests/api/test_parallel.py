@@ -95,6 +95,7 @@ def on_ranks(group, order):
     return unshard(out.detach(), placed, mesh["cp"], dim=1), weight
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ["plan", "natural"])
 def test_a_parallelized_module_on_two_ranks_is_the_oracle_on_one(order):
     want = on_one_rank()
@@ -152,6 +153,7 @@ class Open(nn.Module):
 MISSPELLED = {f"{name}{end}" for name in KNOWN for end in ("s", "_")} - {*KNOWN}
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("module", [Open, FlexAttention, nn.Module], ids=["open", "named", "any"])
 @pytest.mark.parametrize("name", sorted({*INSTEAD, *MISSPELLED, "hint"} - {*KNOWN}))
 def test_a_keyword_without_meaning_is_refused(name, module):
@@ -251,6 +253,7 @@ def every_way(group, schedule):
     return results
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_saves_attention_sends_no_more_than_none():
     by_rank = ranks.run(2, lambda group: {schedule: every_way(group, schedule) for schedule in SCHEDULES})
     for schedule, results in itertools.chain.from_iterable(rank.items() for rank in by_rank):
@@ -293,6 +296,7 @@ def test_a_policy_saves_attention_under_torch_compile():
     assert len(runs) == 2  # one forward, one backward
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_policy_that_saves_torch_flex_attention_alone_is_warned_of_at_the_callers_line(compiled):
     q, flex = torch.randn(1, 2, S, DIM, requires_grad=True), torch.ops.higher_order.flex_attention

@@ -125,6 +125,7 @@ def rows_of(dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 256, (3, S, 2 * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_rows_of_every_dtype_move_with_their_bits(dtype: torch.dtype) -> None:
     """Plans place batch rows alike or differently; rows move through padding and back."""
@@ -247,6 +248,7 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
     return results[1], counter.frame_count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh_shape",
     [(1, 2), *(pytest.param(shape, marks=pytest.mark.long) for shape in ((2,), (3,), (2, 2), (4, 2)))],
@@ -289,12 +291,14 @@ def gather_on_ranks(group: Any, x: Tensor, y: Tensor) -> int:
     return counter.frame_count
 
 
+@pytest.mark.long
 def test_unshard_is_an_op_of_a_graph_on_real_ranks_and_on_fake_tensors() -> None:
     x, y = torch.randint(-9, 9, (2, 2, S, 3)).double()  # sums are exact in any order
     for graphs in ranks.run(2, gather_on_ranks, x, y):
         assert graphs <= 3, graphs  # for two kinds of gradients, plans, and sizes
 
 
+@pytest.mark.long
 def test_unshard_without_lengths_inverts_shard_on_real_ranks() -> None:
     """Sequences have any length, also one that the ranks cannot share evenly."""
 

@@ -48,6 +48,7 @@ def problems(draw: Callable) -> tuple[Any, Any, list[list[int]], int]:
     return tritoncp.simulate(world), plan, [ids[0], ids[0] if same else ids[1]], draw(st.integers(-4, 4))
 
 
+@pytest.mark.long
 @given(problems(), st.sampled_from([torch.float64, torch.int64, torch.bool, torch.bfloat16]))
 @settings(max_examples=80)
 def test_rolled_shards_are_shards_of_the_shifted_tensor(problem, dtype: torch.dtype) -> None:
@@ -203,6 +204,7 @@ def one_rank(group: Any, x: Tensor, y: Tensor) -> int:
     return counter.frame_count
 
 
+@pytest.mark.long
 def test_real_ranks_roll_plain_and_compiled_with_changing_documents() -> None:
     x, y = torch.randint(-9, 9, (2, 2, S, 3)).double()
     for graphs in ranks.run(2, one_rank, x, y):

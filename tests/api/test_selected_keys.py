@@ -98,6 +98,7 @@ def test_ranks_compute_what_one_process_does(schedule: str) -> None:
     agree(grads(torch.cat(outs, 2), (q, k, v)), grads(want, (q, k, v)))
 
 
+@pytest.mark.long
 def test_processes_choose_the_same_keys_and_compute_what_one_does() -> None:
     index_query, index_key, weights = indexer()
     q, k, v = qkv()
@@ -131,6 +132,7 @@ def test_a_simulated_world_chooses_what_one_process_does() -> None:
         assert torch.equal(world.unshard([one.indices for one in chosen], block_mask, dim=2), want)
 
 
+@pytest.mark.long
 def test_the_choice_of_keys_is_part_of_a_graph() -> None:
     """One compilation, in full, for all values; the gradient of the attention passes."""
     compiled, plan = CompileCounterWithBackend("aot_eager"), make_plan(mask())

@@ -140,6 +140,7 @@ def tensors(lists: Sequence[Sequence[int]]) -> list[Tensor]:
     return [torch.tensor(x, dtype=torch.int64) for x in lists]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @few(20)
 @given(
@@ -227,6 +228,7 @@ def test_unpack_inverts_pack(lists) -> None:
     )  # none could be merged
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("leaves", "leaf"),
     [(8, 2048), (10, 1000), (13, 2048), (16, 8192), (20, 1000), (32, 2048), (2, 8192), (9, 8192), (10, 4096)],

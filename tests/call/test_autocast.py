@@ -23,6 +23,7 @@ def autocast(dtype: torch.dtype = LOW) -> torch.autocast:
     return torch.autocast("cpu", dtype)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "dtypes"), [(LOW, [torch.float32] * 3), (torch.float16, [LOW, torch.float32, torch.float16])]
 )
@@ -102,6 +103,7 @@ def test_ranks_cast_before_they_send(schedule):
         assert torch.equal(out, want)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_compiled_call_casts_under_autocast(inside):
     torch._dynamo.reset()

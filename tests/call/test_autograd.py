@@ -80,6 +80,7 @@ def transposed(q, k, v):
     return tritoncp.flex_attention(q, k, v, table_mask()[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("call", [plain, grouped, captures, all_outputs, transposed])
 def test_opcheck(call, monkeypatch):
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
@@ -94,6 +95,7 @@ def test_opcheck(call, monkeypatch):
     opcheck(autograd.backward_op, sample)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("form", ["mask", "torch's", "plan"])
 def test_an_eager_call_is_not_encoded_and_reads_the_mask_once_per_pass(form, monkeypatch):
@@ -145,6 +147,7 @@ def test_the_remedy_for_a_second_derivative_computes_it():
     assert torch.autograd.gradgradcheck(lambda x: dense_attention(x, x, x, mask, score_mod).out, x)
 
 
+@pytest.mark.sample(1)
 def test_the_backward_pass_runs_on_another_thread(engine):
     """The backward pass runs in another thread, as on a GPU."""
     tensors = [x.requires_grad_() for x in inputs(dtype=torch.float64)]
@@ -196,6 +199,7 @@ def test_dispatch_modes_do_not_reach_into_the_ops():
     assert torch.equal(out, want)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrong", ["query", "gradient", "capture"])
 def test_lazily_negated_tensors_are_resolved(wrong, engine):
     """Kernels read memory, which does not include a lazy negation."""
@@ -277,6 +281,7 @@ COPIES = {  # of a saved tensor: each returns a function that gives it back
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", COPIES)

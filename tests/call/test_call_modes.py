@@ -130,6 +130,7 @@ def test_simulated_worlds_take_fake_and_meta_tensors():
     assert [x.shape for x in outs] == [(2, HEADS, 32, 8)] * 2
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("name", MASKS)
 def test_make_fx(name, mode):
@@ -140,6 +141,7 @@ def test_make_fx(name, mode):
     assert torch.equal(graph(*x), attend(*x, mask))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["none", "closed form"])
 def test_make_fx_keeps_backed_sizes_symbolic(name):
     """A graph traced with one batch and length serves others, backward pass included."""
@@ -168,6 +170,7 @@ def test_make_fx_takes_a_mask_as_input():
         assert torch.equal(graph(*x, other), layer(*x, other))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("sizes", ["batch", "length", "both"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dim", [16, 8])
@@ -216,6 +219,7 @@ class Layer(torch.nn.Module):
         return attend(q, k, v, self.mask)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", ["closed form", "torch's", "plan"])
 def test_export(name, strict):

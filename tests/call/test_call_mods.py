@@ -50,6 +50,7 @@ def block_mask(mod):
     return tritoncp.create_block_mask(mod, 1, 1, S, S, BLOCK_SIZE=BLOCK)
 
 
+@pytest.mark.sample(1)
 def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row(engine):
     check_ranks(block_mask(by_batch_and_head), 2, "ptrr", heads=2)
 

@@ -37,6 +37,7 @@ def exact(qkv: list[Tensor], score_of: ScoreOf, t: Tensor, dout: Tensor) -> tupl
     return dt.item(), (dscores * raw).norm().item()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("engine", "dtype"),
     [

@@ -133,6 +133,7 @@ AFTER_A_GOOD_CALL = {
 }
 
 
+@pytest.mark.sample(13)
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("name", AFTER_A_GOOD_CALL)

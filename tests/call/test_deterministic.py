@@ -71,6 +71,7 @@ def deterministic(request):
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("deterministic", ["option", "torch"], indirect=True)
 def test_deterministic_gradients_through_the_public_call(deterministic):
     table, slope = torch.randn(40, requires_grad=True), torch.tensor([0.3, 0.7], requires_grad=True)

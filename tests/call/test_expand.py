@@ -114,6 +114,7 @@ def plans(draw: Callable) -> Plan:
     return replace(plan, schedule=draw(st.sampled_from(SCHEDULES)), handle=None)
 
 
+@pytest.mark.long
 @cpu_engine
 @few(2)
 @given(plans(), st.sampled_from([1, 3]), st.booleans())
@@ -122,6 +123,7 @@ def test_any_plan_gives_the_attention_of_expanded_keys(plan: Plan, heads: int, o
     agree(over_ranks(x, plan), expanded(x, plan))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world_size", "schedule", "options"),
     [(1, "ring", {}), *((3, name, {}) for name in SCHEDULES), (3, "ring", {"FUSED_BACKWARD": True})],
@@ -162,6 +164,7 @@ FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {  # of the parameters weight
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @cpu_engine
 @pytest.mark.parametrize(("name", "compiled"), plain_and_compiled(FORMS, few=2))
 def test_parameters_come_in_any_form(name: str, compiled: bool) -> None:
@@ -189,6 +192,7 @@ def test_parameters_come_in_any_form(name: str, compiled: bool) -> None:
         assert torch.equal(latent.detach(), x[1])
 
 
+@pytest.mark.sample(2)
 @cpu_engine
 @pytest.mark.parametrize(("rows", "compiled"), [(2, False), (7, False), (23, False), (2, True), (23, True)])
 def test_a_function_that_cuts_rows_is_refused(rows: int, compiled: bool) -> None:
@@ -224,6 +228,7 @@ CONSTANTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @cpu_engine
 @pytest.mark.parametrize(("name", "compiled"), plain_and_compiled(CONSTANTS, few=2))
 def test_a_function_without_a_derivative_has_gradients_of_zero(name: str, compiled: bool) -> None:
@@ -242,6 +247,7 @@ def test_a_function_without_a_derivative_has_gradients_of_zero(name: str, compil
     agree([one.grad for one in leaves], [*want])
 
 
+@pytest.mark.sample(2)
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_expanded_calls_take_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
@@ -267,6 +273,7 @@ def test_expanded_calls_take_captures_sinks_statistics_and_batch_offset(schedule
     agree(*results)
 
 
+@pytest.mark.sample(2)
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_padding_has_no_gradient_and_changes_none(schedule: str) -> None:
@@ -295,6 +302,7 @@ def test_padding_has_no_gradient_and_changes_none(schedule: str) -> None:
     assert all(torch.equal(*pair) for one in results[1:] for pair in zip(results[0], one, strict=True))
 
 
+@pytest.mark.sample(2)
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_have_the_latents_channels(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,6 +386,7 @@ def test_a_call_under_modes_has_the_same_results() -> None:
     agree(list(grads), want[1:], 0.1)
 
 
+@pytest.mark.long
 @cpu_engine
 def test_a_graph_has_one_op_for_all_lengths_and_parameters() -> None:
     counter, power = CompileCounterWithBackend("aot_eager"), 2
@@ -401,6 +410,7 @@ def test_a_graph_has_one_op_for_all_lengths_and_parameters() -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.long
 @cpu_engine
 def test_a_function_that_no_graph_carries_breaks_it_once() -> None:
     x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24)
@@ -447,6 +457,7 @@ def rank_results(group: Any, x: list[Tensor]) -> list[list[Tensor]]:
     return results
 
 
+@pytest.mark.long
 @cpu_engine
 @pytest.mark.filterwarnings("ignore:in natural order")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -458,6 +469,7 @@ def test_real_ranks_have_the_same_results_plain_and_compiled(size: int) -> None:
             agree(one, want)
 
 
+@pytest.mark.long
 @cpu_engine
 def test_a_wrong_function_on_one_rank_raises_on_all_in_graphs() -> None:
     x = inputs(8)

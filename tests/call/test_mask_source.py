@@ -35,6 +35,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "compiled", "engine"), CALLS, indirect=["engine"])
 def test_torchs_answer(name, compiled, engine, monkeypatch):
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)

@@ -132,6 +132,7 @@ def answers(row: dict[str, Any], mode: Callable[[], AbstractContextManager[Any]]
     return [*(x.detach() for x in outs), *grads]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "rows", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.long)], ids=["two rows", "other rows"]
 )

@@ -170,6 +170,7 @@ def test_new_closures_around_the_same_tensors_are_the_same_mask(built_plans):
     assert plan(mask) is not first and len(built_plans) == 2
 
 
+@pytest.mark.long
 def test_the_plan_of_a_freed_mask_is_never_found_for_another_mask(built_plans):
     """Dozens of short-lived masks, whose ids may be reused, each get the right result."""
     for i in range(80):

@@ -18,6 +18,7 @@ def one_more_key(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> 
     return list(dense_attention(q, k, v, visible, score))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("mask", ["causal documents of rows", "bits", "hidden rows"])
@@ -28,6 +29,7 @@ def test_a_sink_acts_as_one_more_key(mask: str, world: int) -> None:
     agree(case, got, want)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cpu_engine")
 def test_a_compiled_call_takes_sinks() -> None:
     check(Case(sinks=True, compiled=True))

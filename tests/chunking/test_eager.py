@@ -105,6 +105,7 @@ def some_pairs(rows: int) -> Any:
 MEMORIES = list(product(("argument", "attended", "parameter"), (S // 2, 5, 31), (None, some_pairs)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("source", "rows", "mask"), MEMORIES)
 def test_all_chunks_of_the_sequence_see_a_memory_of_any_length(source, rows, mask):
     torch.manual_seed(0)
@@ -183,6 +184,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("dim", ["batch", "seq"])
 @pytest.mark.parametrize("kind", CHECKPOINTS)

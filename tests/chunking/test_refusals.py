@@ -180,6 +180,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_graph_is_refused_on_its_node_and_stays_as_it_was(name):
     fn, edit, reason = REFUSED[name]
@@ -193,6 +194,7 @@ def test_a_graph_is_refused_on_its_node_and_stays_as_it_was(name):
     assert gm.graph.python_code("self").src == before
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("places", [(), (0.0,), (0.5,)])
 @pytest.mark.parametrize("names", [{}, {"dropout_p": 0.0}, {"dropout_p": 0.5}], ids=str)
 def test_torchs_attention_is_cut_only_by_batch_and_without_dropout(places, names):
@@ -242,6 +244,7 @@ def test_nodes_without_a_module_are_inside_if_inputs_and_users_are():
     assert inside == {name: path for name, path in (modules | between).items() if name not in outside}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dim", ["seq", "batch"])
 def test_a_forward_graph_is_cut(dim):
     gm = forward_graph(attend)
@@ -388,6 +391,7 @@ def warnings_of(fn: Callable[[Tensor], Tensor], dim: str) -> list[str]:
     return [str(one.message) for one in caught if "it has only the rows of a chunk" in str(one.message)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MIXED)
 def test_an_operator_along_the_sequence_warns_once_and_names_the_users_line(name: str) -> None:
     (message,) = warnings_of(MIXED[name], "seq")
@@ -404,11 +408,13 @@ def one_after_another(functions: Sequence[Callable[[Tensor], Tensor]]) -> Callab
     return lambda x: reduce(lambda y, fn: fn(y), functions, x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", some(MIXED), ids=", ".join)
 def test_operators_along_the_sequence_do_not_warn_where_the_batch_is_cut(names: list[str]) -> None:
     assert warnings_of(one_after_another([MIXED[name] for name in names]), "batch") == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", some(UNMIXED), ids=", ".join)
 def test_operators_of_rows_do_not_warn(names: list[str]) -> None:
     assert warnings_of(one_after_another([UNMIXED[name] for name in names]), "seq") == []

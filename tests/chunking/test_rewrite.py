@@ -177,6 +177,7 @@ def run_case(case: tuple[Any, ...]) -> tuple[Case, dict[str, Tensor]]:
     return run, run.in_graph()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -204,6 +205,7 @@ def test_chunks_have_the_bits_of_eager_chunking(case, cpu_engine):
         assert run.reports[0].keys == tuple(range(1, chunks + 1))
 
 
+@pytest.mark.long
 def test_concrete_graphs_have_numbers_and_keep_their_marks(cpu_engine):
     (symbolic,) = run_case(LONG[0])[0].graphs
     concrete = concretise(symbolic)
@@ -279,6 +281,7 @@ class Columns(torch.nn.Module):
         return self.up(x)[..., 2:6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dim", [pytest.param("batch", marks=pytest.mark.long), "seq"])
 def test_views_of_values_with_gaps_have_the_strides_of_their_chunks(dim):
     torch.manual_seed(0)
@@ -311,6 +314,7 @@ class Turned(torch.nn.Module):
         return self.up(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]).transpose(0, 1)
 
 
+@pytest.mark.long
 def test_a_piece_of_the_batch_is_copied_where_tokens_lie_before_it_in_memory():
     torch.manual_seed(0)
     layers, x = torch.nn.ModuleList([Turned()]), torch.randn(6, 9, 4)
@@ -334,6 +338,7 @@ class Half(torch.nn.Module):
         return x @ self.weight.T.to(x.dtype)
 
 
+@pytest.mark.long
 def test_gradients_are_summed_before_their_cast():
     net, graphs = torch.nn.Module(), []
     net.layers = torch.nn.ModuleList([Half()])
@@ -364,6 +369,7 @@ class Joined(torch.nn.Module):
         return x @ (self.a.T + self.b.T).to(x.dtype)
 
 
+@pytest.mark.long
 def test_a_gradient_of_two_weights_is_summed_once():
     net = torch.nn.Module()
     net.layers = torch.nn.ModuleList([Joined()])

@@ -74,6 +74,7 @@ def agree(got: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("recent", "dim"), by_turns([0, 5], ["seq", "batch"]))
 def test_chunks_of_a_graph_attend_to_the_selected_keys(recent: int, dim: str) -> None:
     model, chosen = model_of(recent)
@@ -104,6 +105,7 @@ def test_eager_chunks_of_an_empty_batch_are_empty(dim: str) -> None:
     assert all(not grad.any() for grad in grads[1:])
 
 
+@pytest.mark.long
 def test_a_region_without_a_row_for_each_query_is_refused() -> None:
     model = Layers(Layer(0, query_block=8)).double()
     chosen = torch.randint(-1, S, (B, 1, S // 8, 6), dtype=torch.int32)
@@ -112,6 +114,7 @@ def test_a_region_without_a_row_for_each_query_is_refused() -> None:
         step(model, call, chosen, 1)
 
 
+@pytest.mark.long
 def test_a_region_that_chooses_keys_is_refused() -> None:
 
     class Choosing(Layer):

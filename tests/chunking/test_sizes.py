@@ -53,6 +53,7 @@ def compute_values_again(gm: GraphModule) -> None:
     FakeTensorProp(copy.deepcopy(gm), mode=mode).propagate_dont_convert_inputs(*values)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("chunks", "dim"), by_turns((2, 3, 5), DIMS))
 def test_torch_knows_that_every_chunk_has_a_row(chunks, dim):
     model, seen = Model(Rows(torch.sin)), []
@@ -70,6 +71,7 @@ def test_torch_knows_that_every_chunk_has_a_row(chunks, dim):
     assert not [n for n in seen for law in known if not statically_known_true(law(n))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dim", "seed", "count"),
     [pytest.param(dim, 0, 1, marks=[pytest.mark.long] * (dim == "seq")) for dim in DIMS]

@@ -165,6 +165,7 @@ def test_attention_by_a_mask_of_unknown_documents_takes_the_time_of_all_pairs():
     assert seconds == 2 * 4 * 512 * 512 * 2 * 64 * 2 / 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dim", ["seq", "batch"])
 def test_attention_of_chunks_takes_the_time_of_the_whole(dim):
     """Chunks of the batch take equal parts; each chunk of the sequence sees more keys than the one before."""

@@ -78,6 +78,7 @@ CASES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mask", "by_row", "rows", "chunks"), CASES)
 def test_chunks_of_the_batch_have_the_bits_of_a_loop(mask, by_row, rows, chunks):
     batch = None if mask == "of all rows" else rows
@@ -103,6 +104,7 @@ def test_chunks_of_the_batch_have_the_bits_of_a_loop(mask, by_row, rows, chunks)
     assert reports[0].live_outs == {"cat": 2, "sum": 3}
 
 
+@pytest.mark.long
 def test_cutting_torchs_attention_by_sequence_is_refused_with_the_reason():
     model, x = Model(Layer(None, False)).requires_grad_(False), torch.randn(4, S, WIDTH)
     mark(x, 1, 2)

@@ -148,6 +148,7 @@ MODELS = {
 OF_LONG = ("a parameter of three layers", "a layer called three times", "torch's attention")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in OF_LONG)) for name in MODELS]
 )
@@ -156,6 +157,7 @@ def test_models_of_trainers_have_the_bits_of_eager_chunking(name):
     assert_bits_of_eager(make(), dim, chunks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dim", "chunks", "rows"), [("seq", 3, 7), pytest.param("batch", 3, 7, marks=pytest.mark.long)]
 )
@@ -174,6 +176,7 @@ def test_the_last_chunk_is_shorter_where_chunks_do_not_divide_the_rows(dim, chun
     assert f"of {rows} rows, the last of " in str(reports[0])
 
 
+@pytest.mark.long
 def test_a_view_that_does_not_divide_a_chunk_is_refused_with_its_shapes():
     class Pairs(Plain):
         def forward(self, x: Tensor) -> Tensor:
@@ -188,6 +191,7 @@ def test_a_view_that_does_not_divide_a_chunk_is_refused_with_its_shapes():
             call(x)
 
 
+@pytest.mark.long
 def test_one_graph_serves_sizes_that_chunks_divide_and_others():
     model, graphs = Model(Block()), []
     eager = in_chunks(model, 3, "seq")
@@ -238,6 +242,7 @@ def test_a_pass_that_finds_no_region_warns_at_the_callers_line_of_the_modules_th
     assert "Its modules are first, layers.0.out, layers.0;" in str(one.message) and one.filename == __file__
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dim", ["batch", "seq"])
 def test_an_auxiliary_loss_of_a_block_is_refused_alike_in_graphs_and_eagerly(dim):
     class Router(Plain):
@@ -258,6 +263,7 @@ def test_an_auxiliary_loss_of_a_block_is_refused_alike_in_graphs_and_eagerly(dim
         compiled(model, lambda gm: chunk(gm, dim=dim))(x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strict", "size"), [(False, 2 * Dim("n", min=2, max=200)), (True, Dim("s", min=4, max=400))], ids=str
 )
@@ -281,6 +287,7 @@ def test_an_exported_multiple_is_cut_in_its_units_or_refused(rows, reason):
         chunk(program.graph_module, dim="seq", chunks=4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("change", [tuple, lambda d: d[1:], lambda d: [*d, None]], ids=["all", "few", "many"])
 def test_a_joint_graph_with_descriptors_is_cut(change):
     model, x = Model(Plain()), torch.randn(B, S, WIDTH)
@@ -320,6 +327,7 @@ def simple_joint(block: nn.Module, x: Tensor) -> GraphModule:
         )
 
 
+@pytest.mark.long
 def test_a_simple_joint_graph_is_cut_as_a_whole():
     block, x = Plain(), torch.randn(B, S, WIDTH, requires_grad=True)
     gm = simple_joint(block, x)
@@ -333,6 +341,7 @@ def test_a_simple_joint_graph_is_cut_as_a_whole():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("region", "reason"), [("layers.*", "nodes have no module paths"), ("", "no node is marked")]
 )
@@ -376,6 +385,7 @@ def trace_step(step: Callable[..., Any], inputs: list[Tensor]) -> GraphModule:
     return gm
 
 
+@pytest.mark.long
 def test_a_step_of_torchtitans_graph_trainer_is_cut_by_a_pass_of_its_list():
     """It traces the loss and its gradients with make_fx; a pass takes and returns the graph."""
     model, x = Model(Block()), torch.randn(B, S, WIDTH)
@@ -427,6 +437,7 @@ class Placed(Plain):
         return super().forward(x * turn)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dim", "reads_table"), by_turns(("batch", "seq"), (False, True)))
 def test_positions_made_in_a_region_equal_eager_chunkings_and_warn(reads_table, dim):
     with warnings.catch_warnings(record=True) as caught:

@@ -106,6 +106,7 @@ def paged(k: Tensor, v: Tensor, mask: BlockMask, score: Any) -> tuple[Tensor, Te
     return *caches, converted, pages.get_score_mod(score, kv_len=lengths)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("engine", "name"), ON_ENGINES, indirect=["engine"])
 @pytest.mark.parametrize("mask_name", PAGED)
 def test_paged_builtin_score_mods(mask_name: str, engine: str, name: str) -> None:
@@ -166,6 +167,7 @@ def test_one_query_against_a_cache_at_an_offset(engine: str) -> None:
 # -- masks and mods of unusual origin -------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("length", "has_lists_by_key"), [(64, False), (70, True), (100, True)])
 def test_a_cropped_mask_and_one_without_lists_by_key_are_taken(
     length: int, has_lists_by_key: bool, engine: str
@@ -228,6 +230,7 @@ def test_a_named_tuple_in_a_closure_keeps_its_names() -> None:
 # -- the table of mods: blocks and answers of torch; tests/test_fuzz.py has the answers of both engines ---
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("size", [32, 128, (64, 32)], ids=str)
 @pytest.mark.parametrize("name", torch_mods.MASKS)
 def test_masks_have_torchs_blocks(name: str, size: int | tuple[int, int]) -> None:
@@ -252,6 +255,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("case", named(CASES))
 def test_torch_gives_the_float64_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's eager call in float64: the table means the same in torch as here."""

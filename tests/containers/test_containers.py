@@ -102,6 +102,7 @@ def wrapped(group: Any) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_masks_are_arguments_of_wrapped_modules():
     """Masks and plans come through as the same object, with its caches."""
     assert ranks.run(1, wrapped) == [[]]
@@ -176,6 +177,7 @@ def answer(name: str) -> torch.Tensor:
     return attend(x_of(), SAMPLES[name]())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("walk", WALKS)
 def test_a_walk_over_a_batch_does_not_change_masks(walk):
     for name, make in SAMPLES.items():
@@ -222,6 +224,7 @@ def test_spawned_workers_of_a_loader_take_and_give_masks():
     assert seen == names
 
 
+@pytest.mark.long
 def test_a_copy_of_the_last_reference_has_the_same_mask():
     """This holds also for a copy of its leaf on another device: the original is freed when the tree is put
     together."""

@@ -41,6 +41,7 @@ OTHERS = {  # masks of the same structure as samples
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("trace", TRACES)
 def test_a_traced_program_takes_masks_as_arguments(trace):
     """One program serves all masks of a structure; it never keeps the mask of the example.
@@ -97,6 +98,7 @@ GROWING = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("trace", [*TRACES, *(f"growing {name}" for name in GROWING)])
 def test_a_mask_made_inside_a_graph_uses_the_values_of_each_run(trace):
     """Runs have other documents, and another length if lengths are dynamic."""

@@ -15,6 +15,7 @@ class Thing:
     pass
 
 
+@pytest.mark.long
 def test_copies_of_a_handle_name_its_object_while_it_is_alive():
     thing, ref = Thing(), None
     handle = handle_of(thing)
@@ -31,6 +32,7 @@ def test_copies_of_a_handle_name_its_object_while_it_is_alive():
         object_of(copy)
 
 
+@pytest.mark.long
 def test_an_object_that_refers_to_its_handle_is_freed_with_its_last_reference():
     state, thing = Thing(), Thing()
     thing.handle = handle_of(state)

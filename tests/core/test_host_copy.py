@@ -29,6 +29,7 @@ def call_results() -> list:
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["meta"])  # replaces a GPU: a tensor on it cannot be read
 def test_a_default_device_does_not_affect_host_computations(device: str) -> None:
     want = call_results()

@@ -34,6 +34,7 @@ BATCHES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("method", "jobs"),
     [

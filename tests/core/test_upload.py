@@ -220,6 +220,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("schedule", "kind"), CALLS)
 def test_every_stream_records_its_use_of_every_tensor_of_a_plan(
     schedule: str, kind: str, recorder: Recorder, launched: list[int], monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ def agree(out: Tensor, want: Tensor, leaves: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("distance", [7, 40, 300])
 @pytest.mark.parametrize("block", [16, 24, 128])
 def test_bands_of_a_window_are_the_window(block: int, distance: int) -> None:

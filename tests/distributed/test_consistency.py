@@ -110,6 +110,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.bar(18)
 def test_a_difference_is_named_on_every_rank():
     """Each in a group of its own."""
@@ -135,6 +136,7 @@ def test_a_difference_is_named_on_every_rank():
                 assert "They differ in mask, placement too." in text
 
 
+@pytest.mark.long
 def test_the_same_call_of_all_ranks_raises_nothing():
     def work(group):
         for _, call, _ in DIFFERENT.values():
@@ -207,6 +209,7 @@ def calls_with_a_mesh(mesh, schedule, rank=0):
     return calls
 
 
+@pytest.mark.long
 def test_a_mesh_of_two_dimensions_is_refused_without_a_schedule_that_needs_two():
     """All ranks would share one sequence, and mix the texts of two replicas."""
 
@@ -239,6 +242,7 @@ def test_a_mesh_of_two_dimensions_is_refused_without_a_schedule_that_needs_two()
     assert calls_with_a_mesh(None, None).keys() - {"ContextParallel"} == taking
 
 
+@pytest.mark.long
 def test_the_first_rank_warns_once_of_uneven_natural_order():
     def work(group):
         heard = []
@@ -292,6 +296,7 @@ NAMED = {  # by call: the difference in the errors of ranks 0 and 1
 }
 
 
+@pytest.mark.long
 def test_every_call_is_compared_if_requested(monkeypatch):
     """Each in a group of its own."""
     monkeypatch.setattr(consistency, "CHECKED", True)

@@ -149,6 +149,7 @@ SAMPLE = [  # each fault once, and each schedule and rank
 ]  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("schedule", "name", "faulty"),
     [
@@ -250,6 +251,7 @@ def test_calls_with_a_mistake_are_of_every_public_function() -> None:
     assert {name.split()[0] for name in together} == (with_mesh - {"shard"}) | {"ContextParallel"}
 
 
+@pytest.mark.long
 def test_a_mistake_of_one_rank_outside_of_shared_calls_closes_no_group() -> None:
     """The next calls of all ranks have correct results, on the group of the plan and on other groups."""
 
@@ -267,6 +269,7 @@ def test_a_mistake_of_one_rank_outside_of_shared_calls_closes_no_group() -> None
             assert re.match("[A-Za-z]*Error", error) and trained is True, (name, error)
 
 
+@pytest.mark.long
 def test_a_mistake_of_one_rank_in_a_shared_call_closes_only_the_group_of_the_call() -> None:
     """Also in the group's first call. The plan is known to other groups too."""
 
@@ -292,6 +295,7 @@ def test_a_mistake_of_one_rank_in_a_shared_call_closes_only_the_group_of_the_cal
             assert elsewhere is True and closed.startswith("GroupClosed") and re.search(said, closed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("skew", [0.0, 0.25])
 def test_ranks_that_fail_alike_go_on(skew: float) -> None:
     """They fail in checks before messages, once or twice in a row, while a plan is made, and between
@@ -333,6 +337,7 @@ def test_ranks_that_fail_at_different_calls_do_not_go_on() -> None:
 # -- several groups ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_one_rank_evaluates_and_fails_alone_without_a_mesh() -> None:
     def work(group: Any) -> list[Any]:
         few = fresh_group()
@@ -348,6 +353,7 @@ def test_one_rank_evaluates_and_fails_alone_without_a_mesh() -> None:
     assert run(3, work) == [[True] * 6, [True] * 3, [True] * 3]
 
 
+@pytest.mark.long
 def test_ulysses_and_ring_on_a_mesh_of_two_dimensions() -> None:
     def work(group: Any) -> list[Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
@@ -401,6 +407,7 @@ FAULTS_IN_GRAPHS: dict[str, tuple[Fault, str, str]] = {  # fault, error of the r
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -416,6 +423,7 @@ def test_compiled_calls(name: str) -> None:
     check_skips(run(3, skip_bad_batches, "ring", fault, 1, fast), 1, own, published)
 
 
+@pytest.mark.long
 def test_a_missing_backward_pass_is_reported_if_checks_are_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_rank_that_fetches_no_keys_has_one_step():
     assert sorted(names) == sorted(f"fetch/{step}" for step in LOCAL + FETCH)
 
 
+@pytest.mark.long
 def test_messages_of_real_ranks_are_ranges_too():
     """The wait of two ranks for a message comes where the result is needed."""
 

@@ -52,6 +52,7 @@ def test_head_groups_have_every_head_once_in_few_groups(kv_heads: int, group: in
         assert set(keys[0].tolist()) == set(reading[0].tolist())
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_intervals_of_one_head_are_not_used_for_another(schedule: str, world_size: int) -> None:
@@ -75,6 +76,7 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return requests
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F64], ids=str)
 def test_keys_are_sent_as_they_are_and_gradients_in_float32_at_least(
@@ -139,6 +141,7 @@ def test_results_may_be_edited(schedule: str) -> None:
 ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1, 2)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("schedule", ["local", *SCHEDULES])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_results_have_the_memory_order_of_their_inputs(
@@ -188,6 +191,7 @@ def test_gradients_in_inference_mode_share_no_memory(schedule: str) -> None:
 # -- tensors saved for backward -----------------------------------------------------------------------
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, schedule: str) -> None:

@@ -85,6 +85,7 @@ def test_tensors_sent_by_heads_come_back_by_tokens(drawn: Any) -> None:
             torch.testing.assert_close(own[place], x * times)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", BETWEEN)
 @pytest.mark.parametrize(("heads", "group", "world"), [(2, 4, 3), (1, 5, 3), (4, 1, 6), (3, 3, 6)])
 def test_a_degree_need_not_divide_the_heads(heads: int, group: int, world: int, schedule: str) -> None:
@@ -113,6 +114,7 @@ def test_fewer_heads_than_ranks_is_logged(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.messages == ["3 heads do not divide among 10 ranks: rows of 2 ranks exchange heads"]
 
 
+@pytest.mark.long
 def test_three_processes_share_heads_of_single_channels() -> None:
     check_ranks(replace(SHARED_HEADS, schedule="ulysses", dims=(1, 16), dtype=torch.bfloat16))
 
@@ -124,6 +126,7 @@ def two_by_two(group: Any) -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
 
 
+@pytest.mark.long
 def test_four_processes_on_a_mesh_have_the_results_of_the_reference() -> None:
     case = replace(SHARED_HEADS, world=4)
     check_ranks(*(replace(case, schedule=schedule) for schedule in BETWEEN), mesh_of=two_by_two)

@@ -168,6 +168,7 @@ def test_the_program_prints_its_table_once_and_the_losses_of_each_rank(
     assert second == [losses.replace("rank 0", "rank 1")]
 
 
+@pytest.mark.long
 def test_training_resumes_on_more_ranks_with_the_losses_of_one_run(tmp_path: Path) -> None:
     train = import_module("resume_on_more_ranks").train
     import_module("padded_batches").train_step()  # imports what the forked ranks would import each
@@ -181,6 +182,7 @@ def test_training_resumes_on_more_ranks_with_the_losses_of_one_run(tmp_path: Pat
     assert len(set(through)) == 4
 
 
+@pytest.mark.long
 def test_replicas_on_packed_sequences_resume_with_the_losses_of_one_process(tmp_path: Path) -> None:
     """One process trains on the micro-batches of both replicas."""
     example = import_module("pack_and_train")
@@ -195,6 +197,7 @@ def test_replicas_on_packed_sequences_resume_with_the_losses_of_one_process(tmp_
     assert all(max(step) <= 1.06 * sum(step) / 2 for step in zip(works[::2], works[1::2]))
 
 
+@pytest.mark.long
 def test_a_padded_batch_has_the_loss_and_gradients_of_its_texts() -> None:
     example = import_module("padded_batches")
     (loss,), grads = example.train_step()  # one process
@@ -258,6 +261,7 @@ def test_an_example_is_short_names_its_command_and_is_listed() -> None:
         assert f"    torchrun --nproc-per-node {count} examples/{example.name}\n" in text, example
 
 
+@pytest.mark.long
 def test_cells_of_the_tour_run_in_order_and_are_kept_without_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def differences(got: np.ndarray, want: list[int | None], out: Format) -> list[tu
     ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("opcode", "operation", "types", "to"),
     [

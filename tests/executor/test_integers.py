@@ -45,6 +45,7 @@ def quotient(a: int, b: int) -> int:
     return -1 if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("bits", [16, 32, 64])
 @pytest.mark.parametrize("sign", ["u", "s"])
 @pytest.mark.parametrize(

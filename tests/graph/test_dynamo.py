@@ -174,6 +174,7 @@ NUMBERS = {  # calls with a number n, and mods and masks that are made of it ins
 RARE = "scale", "softcap", "kernel option", "sliding_window"  # others have these numbers, and more
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "dynamic"), by_turns(NUMBERS, (None, True), RARE))
 def test_a_number_that_changes_compiles_at_most_twice(name, dynamic):
     """So many values do not reach Dynamo's limit of compilations."""
@@ -190,6 +191,7 @@ def test_a_number_that_changes_compiles_at_most_twice(name, dynamic):
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.long
 def test_numbers_of_a_graph_are_checked_when_it_runs():
     fast = torch.compile(NUMBERS["kernel option"], backend="eager", fullgraph=True, dynamic=True)
     x = torch.randn(1, 2, S, 8)
@@ -301,6 +303,7 @@ def made_translation(q, mask, score_mod):
     return tritoncp.flex_attention(q, q, q, tritoncp_mods.score_mod(score_mod), mask)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fn", [made_plan, made_translation])
 def test_objects_made_in_a_compiled_function_break_the_graph(fn):
     rest = {"mask": KINDS["mask"](1), "score_mod": score_of(torch.ones(2), 1)}
@@ -313,6 +316,7 @@ def test_objects_made_in_a_compiled_function_break_the_graph(fn):
     assert counter.frame_count <= 1
 
 
+@pytest.mark.long
 def test_a_mask_made_by_torch_in_a_graph_is_taken():
     def call(q):
         mask = torch_flex.create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, "cpu")

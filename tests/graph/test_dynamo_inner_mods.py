@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled c
 LEARNED = torch.ones(2, requires_grad=True)
 
 
+@pytest.mark.long
 def test_mods_made_inside_from_functions_compile_whole():
     def inside(x, name):
         act, half = getattr(torch, name), 0.5
@@ -29,6 +30,7 @@ def test_mods_made_inside_from_functions_compile_whole():
     assert not torch.equal(answers[0], answers[1])
 
 
+@pytest.mark.long
 def test_a_mod_made_in_a_graph_may_capture_lengths():
     def inside(x):
         half = x.shape[2] // 2
@@ -72,6 +74,7 @@ def by_size(a, b):
 OTHERS = (by_tuple, by_named_tuple, by_nested_functions, by_size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", [by_default, *(pytest.param(of, marks=pytest.mark.long) for of in OTHERS)])
 @pytest.mark.parametrize("kind", [int, float])
 def test_numbers_in_a_mod_made_in_a_graph_may_change(of, kind):
@@ -81,6 +84,7 @@ def test_numbers_in_a_mod_made_in_a_graph_may_change(of, kind):
     assert case.counter.frame_count <= 3
 
 
+@pytest.mark.long
 def test_a_list_edited_between_calls_of_a_mod_made_inside():
     def inside(x, values):
         return attend(x, lambda s, b, h, i, j: s * values[0] + i * values[-1])
@@ -94,6 +98,7 @@ def test_a_list_edited_between_calls_of_a_mod_made_inside():
     case.check(x_of(), (4.0, 6))
 
 
+@pytest.mark.long
 def test_functions_made_in_a_graph_may_be_masks():
     def inside(x, width):
         near = and_masks(lambda b, h, i, j: i >= j, lambda b, h, i, j: i - j < width)

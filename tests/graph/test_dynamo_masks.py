@@ -30,6 +30,7 @@ def model(x, mask_mod):
     return flex_attention(x.sin(), x, x, block_mask=mask).cos()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dynamic", "backend"),
     [(None, "aot_eager"), (True, "aot_eager"), pytest.param(None, "inductor", marks=pytest.mark.long)],
@@ -84,6 +85,7 @@ COMBINED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dynamic"), by_turns(COMBINED, (None, True), rare=("not", "a function first"))
 )
@@ -108,6 +110,7 @@ def test_the_complement_of_a_mask_breaks_a_graph_once():
     case.check(torch.randn(1, 2, S, 8), tritoncp.sliding_window(9))
 
 
+@pytest.mark.long
 def test_a_mask_may_leave_the_graph():
     x, mod = torch.randn(1, 2, S, 8), in_documents(documents(10, 54))
     fast = torch.compile(
@@ -146,6 +149,7 @@ def test_a_mask_mod_made_inside_around_tensors():
     assert case.counter.frame_count == 1
 
 
+@pytest.mark.long
 def test_host_calls_break_the_graph_in_two():
     """Dynamo traces no code of tritoncp at a break."""
     mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16)
@@ -188,6 +192,7 @@ def test_tensors_are_sharded_inside_a_graph():
     assert case.counter.frame_count == 1
 
 
+@pytest.mark.long
 def test_a_backward_pass_inside_is_not_traced():
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16))
 
@@ -211,6 +216,7 @@ def test_a_backward_pass_inside_is_not_traced():
     assert counter.frame_count <= 3
 
 
+@pytest.mark.long
 def test_masks_and_methods_under_checkpointing():
     class Layer(torch.nn.Module):
         def __init__(self):

@@ -144,6 +144,7 @@ def test_mods_made_outside_compile_whole(kind):
     assert case.counter.frame_count == 1
 
 
+@pytest.mark.long
 def test_parameters_of_a_method_get_gradients():
     for model, mod in ((cap := Cap(), cap.learned), (outer := Outer(), outer.deep)):
         slopes = next(model.parameters())
@@ -154,6 +155,7 @@ def test_parameters_of_a_method_get_gradients():
         assert case.counter.frame_count == 1
 
 
+@pytest.mark.long
 def test_edits_of_what_a_mod_reads_are_seen():
     """An edited number, tensor, function, dictionary entry or object changes the next call."""
     x, cap, outer = x_of(), Cap(), Outer()
@@ -186,6 +188,7 @@ def test_edits_of_what_a_mod_reads_are_seen():
         assert all(not torch.equal(a, b) for a, b in itertools.pairwise(results)), mod
 
 
+@pytest.mark.long
 def test_another_function_in_a_closure_is_another_graph():
     case, x = Compiled(attend), x_of()
     functions = torch.tanh, F.silu, torch.tanh, torch.nn.LeakyReLU(0.5), torch.nn.LeakyReLU(0.1), Scaled.apply
@@ -228,6 +231,7 @@ def around_a_closure(x, name="half"):
     return attend(x, lambda s, b, h, i, j: scale(s))
 
 
+@pytest.mark.long
 def test_a_closure_in_a_mod_made_inside_is_not_taken_for_another():
     case = Compiled(around_a_closure)
     answers = [case.check(x_of(), name) for name in ("half", "double")]
@@ -289,6 +293,7 @@ def with_getattr(x):
 OUTSIDE = "outside the compiled function"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fn", "graphs", "reason"),
     [
@@ -320,6 +325,7 @@ def test_other_mods_break_the_graph(fn, graphs, reason, caplog):
         Compiled(fn).fast(x)
 
 
+@pytest.mark.long
 def test_flex_attention_compiled_itself():
     """`torch.compile(flex_attention)` is a graph, or runs as plain Python if a graph is impossible."""
     for mod, graphs in ((Cap().learned, 1), (COUNTING, 0)):
@@ -339,6 +345,7 @@ MISTAKES = {
 TABLE = torch.zeros(2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("text", MISTAKES)
 def test_a_mistake_in_a_score_mod_is_named_inside_graphs_too(text, engine):
     for call in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):

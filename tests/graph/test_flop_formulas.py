@@ -57,6 +57,7 @@ def test_counts_of_calls_without_a_mask_are_torchs():
     assert count(lambda: attend(*qkv())) == wants
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [*MASKS, "nothing"])
 @pytest.mark.parametrize("fake", [False, True])
 def test_only_visible_pairs_count(name, fake):

@@ -71,6 +71,7 @@ def test_compiled_layers_have_the_losses_and_gradients_of_plain_ones(
     assert not (dynamic and added)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "backend"),
     [("Gemma2", "eager"), *others(*[(name, "aot_eager") for name in ("Gemma2", "Qwen3", "GptOss")])],
@@ -84,6 +85,7 @@ def test_compiled_layers_on_ranks_have_the_losses_and_gradients_of_plain_ones(
         assert not added
 
 
+@pytest.mark.long
 def test_a_compiled_layer_refuses_what_a_plain_one_refuses() -> None:
     def call(group: Any) -> list[str]:
         model = models.build_model("Qwen3")
@@ -99,6 +101,7 @@ def test_a_compiled_layer_refuses_what_a_plain_one_refuses() -> None:
         assert "attention_mask is passed beside the batch of shard_batch" in padded
 
 
+@pytest.mark.long
 def test_a_plan_of_a_batch_is_freed_with_its_batch_and_pickled_with_its_handle() -> None:
     batch = shard_batch(models.text_batch(), models.build_model("Qwen3").config)
     plan = batch["context_parallel"]

@@ -27,6 +27,7 @@ def test_every_family_has_a_row() -> None:
         assert rows == HEADS.keys()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize(
     "family",
@@ -40,6 +41,7 @@ def test_a_family_does_as_its_row_says(family: str) -> None:
     assert row == families.read_table()[family], "run python -m tests.integrations.families --write"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_layers_without_masks_keep_packed_documents_apart(family: str) -> None:

@@ -75,6 +75,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert all(any(torch.equal(x, y) for y in others) for x in one)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", TEXTS)
 def test_masks_of_a_text_with_images_are_those_of_transformers(name: str) -> None:
     batch = {"input_ids": torch.ones(1, LENGTH, dtype=torch.int64), TEXTS[name][0]: IS_IMAGE}

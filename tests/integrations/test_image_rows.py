@@ -114,6 +114,7 @@ def of_rank(method: Any, readers: Tensor, group: Any) -> OwnFeatures:
     return OwnFeatures(method, "image", SimpleNamespace(of=lambda _: plan, without_plan=nullcontext))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_features_in_each_form_of_a_result_come_to_the_rank_of_their_token(form: str) -> None:
     readers = torch.tensor([1, 0, 0, 1, 1, 1])

@@ -88,6 +88,7 @@ def with_images(images: dict[str, Any]) -> dict[str, Any]:
     return batch | ({"mm_token_type_ids": (TOKENS == IMAGE).int()} if "image_grid_thw" in images else {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Llava", "Qwen2.5-VL"])
 def test_images_and_their_embeddings_train_on_ranks(name: str) -> None:
     def work(group: Any) -> Any:
@@ -104,6 +105,7 @@ def test_images_and_their_embeddings_train_on_ranks(name: str) -> None:
         models.assert_equal(result, expected)
 
 
+@pytest.mark.long
 def test_videos_beside_images_train_on_ranks() -> None:
     tokens, generator = TOKENS.clone(), torch.Generator().manual_seed(3)
     tokens[0, 90 : 90 + 2 * PIECES] = tokens[1, 30 : 30 + PIECES] = VIDEO
@@ -124,6 +126,7 @@ def test_videos_beside_images_train_on_ranks() -> None:
     models.assert_equal(ranks.run(2, work)[0], train(build("Qwen2.5-VL", "eager")[0], batch))
 
 
+@pytest.mark.long
 def test_each_rank_embeds_its_images_and_those_of_one_rank_are_embedded_once() -> None:
     """A rank without images embeds one, so that all ranks run the tower."""
 
@@ -143,6 +146,7 @@ def test_each_rank_embeds_its_images_and_those_of_one_rank_are_embedded_once() -
     assert ranks.run(3, work) == [[1], [1], [1]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part_first", [True, False])
 def test_a_model_and_its_part_are_prepared_one_after_the_other(part_first: bool) -> None:
     """Each image is embedded once, whichever of the two is called."""
@@ -222,6 +226,7 @@ def test_images_that_a_rank_cannot_place_are_refused() -> None:
     ranks.run(2, work)
 
 
+@pytest.mark.long
 def test_documents_with_positions_of_several_axes_have_the_text_axis_first() -> None:
     texts = models.packed_batch()["position_ids"]
 

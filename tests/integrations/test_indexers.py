@@ -76,6 +76,7 @@ def check_equal(result: dict[str, Tensor], expected: dict[str, Tensor], limit: f
         )
 
 
+@pytest.mark.long
 def test_ranks_train_like_one_process(family: str) -> None:
     model = build(family, "tritoncp")
     expected = [
@@ -121,6 +122,7 @@ def seen_here(model: Any, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPa
     return seen
 
 
+@pytest.mark.sample(2)
 def test_the_keys_are_those_of_the_own_indexer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"input_ids": families.make_batch(False, "")["input_ids"]}
     models = build(family, "eager"), build(family, "tritoncp")
@@ -159,6 +161,7 @@ def test_no_tensor_has_all_pairs(family: str) -> None:
         assert (largest.size < length**2) == (implementation == "tritoncp")
 
 
+@pytest.mark.sample(1)
 def test_a_step_of_generation_is_that_of_eager_attention(family: str) -> None:
     tokens = families.make_batch(False, "")["input_ids"][:, :40]
     results = []
@@ -173,6 +176,7 @@ def test_a_step_of_generation_is_that_of_eager_attention(family: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_selects_the_same_keys_again(reentrant: bool) -> None:
     """A layer that reuses the keys of another gets them as an argument."""

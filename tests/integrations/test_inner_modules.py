@@ -126,6 +126,7 @@ def every_signature(group):
     return {name: whole(out, plan, mesh, 2) for name, out in outs.items()}
 
 
+@pytest.mark.long
 def test_signatures_of_torchtitan_and_of_torchs_tests():
     plain, biased = dense(mask(), scale=0.4), dense(mask(), alibi(slopes()))
     sunk = with_sinks(plain.out.transpose(1, 2), plain.lse.transpose(1, 2)).transpose(1, 2)
@@ -170,6 +171,7 @@ def sdpa_modules(group, compiled):
     return outs, grads, {name: whole(out, tritoncp.full_mask(S, S), mesh, 2) for name, out in natural.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_one_plan_serves_modules_of_flex_attention_and_of_sdpa(compiled):
     q, k, v = (x.requires_grad_() for x in tensors())
@@ -225,6 +227,7 @@ def sharded_heads(group, heads, compiled):
 COMPILED = pytest.param(HEADS, True, marks=pytest.mark.long)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("heads", "compiled"), [(1, False), (HEADS, False), COMPILED])
 def test_heads_sharded_on_another_dimension_of_the_mesh(heads, compiled):
     bias = slopes().requires_grad_()

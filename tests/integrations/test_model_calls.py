@@ -64,6 +64,7 @@ def error_of(call: Callable[[], Any]) -> str:
     return result if isinstance(result, str) else ""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [("Llama", False), ("OPT", False), pytest.param("Llama", True, marks=pytest.mark.integrations)],
@@ -83,6 +84,7 @@ def test_a_wrong_call_with_a_shard_is_refused_before_and_after_a_right_one(name:
             assert any(part in errors[key] for part in reason.split("|")), (key, errors[key])
 
 
+@pytest.mark.long
 def test_texts_of_the_length_of_a_shard_are_no_shards() -> None:
     """This holds also while a shard waits for its call, for example if the batch was made ahead."""
 
@@ -140,6 +142,7 @@ def test_a_plan_that_no_layer_gets_raises() -> None:
     ranks.run(2, work)
 
 
+@pytest.mark.long
 def test_plans_are_arguments_of_layers_of_fsdp_in_mixed_precision() -> None:
     def work(group: Any) -> float:
         model = models.build_model("Gemma2")
@@ -219,6 +222,7 @@ def test_copies_of_a_sharded_batch_have_the_logits_of_the_batch() -> None:
         assert torch.equal(model(**copied).logits, expected)
 
 
+@pytest.mark.long
 def test_copies_of_a_batch_keep_the_group_and_pickles_are_refused() -> None:
     model = models.build_model("Gemma2").eval()
 

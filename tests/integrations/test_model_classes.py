@@ -51,6 +51,7 @@ def without_source(cls: type) -> Any:
     return names["Made"]
 
 
+@pytest.mark.long
 def test_wrapped_models_and_subclasses_take_labels_on_ranks() -> None:
     def work(group: Any) -> None:
         model = models.build_model("Llama", num_hidden_layers=1)
@@ -81,6 +82,7 @@ def test_classes_without_source_are_recurrent_if_their_bases_are() -> None:
     assert not model_classes._computes_attention(without_source(Qwen3NextGatedDeltaNet))
 
 
+@pytest.mark.long
 def test_attention_that_gets_no_arguments_has_the_plan_of_its_call() -> None:
     sizes = {key: x for key, x in models.COMMON.items() if key != "head_dim"}
 

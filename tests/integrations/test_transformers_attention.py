@@ -22,6 +22,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.integrations) for name in ("Mistral
 FEW = ["Llama", "Gemma2", *SLOW]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", models.MODELS)
 @pytest.mark.parametrize("kind", models.BATCHES)
 def test_a_model_has_the_loss_and_gradients_of_eager_attention(name: str, kind: str) -> None:
@@ -165,6 +166,7 @@ def counted_calls(*functions: Any) -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_makes_one_plan_a_kind_of_layer_and_none_for_a_token(name: str, cache: str | None) -> None:

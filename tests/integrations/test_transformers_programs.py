@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.DOTALL)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cpu_engine")
 def test_the_example_has_the_losses_of_one_process() -> None:
     train = runpy.run_path(str(ROOT / "examples/transformers_long_context.py"))["train"]

@@ -40,6 +40,7 @@ def check_models(world_size: int, cases: list[tuple[str, str]]) -> None:
         models.assert_equal(result, expected_of(name, models.BATCHES[kind]()))
 
 
+@pytest.mark.long
 def test_two_ranks_have_the_losses_and_gradients_of_one() -> None:
     check_models(2, [*((name, "text") for name in models.MODELS), ("Gemma2", "packed"), ("Qwen3", "padded")])
 
@@ -55,6 +56,7 @@ def policy() -> Any:
     return create_selective_checkpoint_contexts(tritoncp.checkpoint_policy())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "checkpointing",
     [{}, pytest.param({"use_reentrant": False, "context_fn": policy}, marks=pytest.mark.integrations)],
@@ -116,6 +118,7 @@ def test_fsdp_over_all_ranks_has_the_gradients_of_one() -> None:
     models.assert_equal(ranks.run(4, train)[3], expected_of("Llama", batch))
 
 
+@pytest.mark.long
 def test_a_shard_without_its_plan_and_positions_of_another_batch_raise() -> None:
     batch = models.text_batch()
 

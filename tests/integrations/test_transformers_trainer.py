@@ -106,6 +106,7 @@ def assert_equal(result: Any, expected: Any) -> None:
     torch.testing.assert_close(result[2], expected[2], rtol=0, atol=3e-6)
 
 
+@pytest.mark.long
 def test_one_process_trains_as_transformers_does(tmp_path: Path) -> None:
     args = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
     expected = train(Trainer, "eager", tmp_path, args, 3)

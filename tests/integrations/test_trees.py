@@ -40,6 +40,7 @@ def of_trajectories(name: str) -> Any:
     return loss_and_gradients(model, torch.cat(rows)[first][None], LABELS[None])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_tree_has_the_losses_of_its_trajectories(name: str, world_size: int) -> None:

@@ -58,6 +58,7 @@ def wrap(model: Any, kind: str) -> None:
         model.activation_checkpointing_enable({"use_reentrant": kind == "reentrant"})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["own", "reentrant", "wrapper"])
 def test_recomputation_has_the_plan_of_its_forward_call(kind: str) -> None:
     model = build()
@@ -78,6 +79,7 @@ def test_recomputation_has_the_plan_of_its_forward_call(kind: str) -> None:
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", models.BATCHES)
 def test_layers_of_fsdp_have_the_gradients_of_one_process(kind: str) -> None:
     def work(group: Any) -> Any:
@@ -97,6 +99,7 @@ def test_layers_of_fsdp_have_the_gradients_of_one_process(kind: str) -> None:
     models.assert_equal(ranks.run(2, work)[0], expected)
 
 
+@pytest.mark.long
 def test_recomputation_that_ends_early_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     def work(group: Any) -> list[str]:
         model = build()

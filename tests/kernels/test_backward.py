@@ -75,6 +75,7 @@ PAST_THE_END = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter evaluates hidden pairs too
 @pytest.mark.parametrize("name", PAST_THE_END)
 def test_rows_past_the_end_add_nothing_to_gradients_of_captures(name: str) -> None:
@@ -88,6 +89,7 @@ def test_rows_past_the_end_add_nothing_to_gradients_of_captures(name: str) -> No
     check(qkv(21), PAST_THE_END[name], score, [torch.randn(21)])
 
 
+@pytest.mark.long
 @pytest.mark.bar(2)
 def test_gradcheck_with_a_captured_table() -> None:
     x = [t.requires_grad_() for t in qkv(7, 9, heads=2, kv_heads=1, dtype=F64, dim=3, v_dim=2)]
@@ -137,6 +139,7 @@ def torchs(x: QKV, mask: tritoncp.Mask, score: Callable | None, start: tuple[Ten
     return [out.detach(), *torch.autograd.grad(out, leaves, start[0])]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("dtype", "dim", "modified"),

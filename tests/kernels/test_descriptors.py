@@ -29,6 +29,7 @@ def copied(x: QKV, mask: Mask) -> dict[str, bool]:
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.bits
 @pytest.mark.parametrize(("name", "n"), [*((name, 50) for name in MASKS), ("full", 64), ("mask_mod", 64)])
 def test_same_bits_as_by_pointer(name: str, n: int) -> None:
@@ -71,6 +72,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", UNFIT)
 def test_tensors_that_descriptors_cannot_copy_are_read_by_pointer(name: str) -> None:
     x = qkv(64, heads=2)

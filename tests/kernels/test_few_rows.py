@@ -83,6 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_and_split_rows_equal_dense_attention(name: str, options: str) -> None:
@@ -108,6 +109,7 @@ def test_more_programs_than_tiles() -> None:
     right(answers(x, mask, SPLIT_KV=9, **TILE), x, mask)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", ["packed", "both"])
 @pytest.mark.parametrize("name", ["intervals", "mask_mod that reads the head"])
 def test_scores_see_the_batch_row_and_head_of_each_row(name: str, options: str) -> None:
@@ -179,6 +181,7 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
 # -- states -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("name", ["intervals", "rows that see nothing"])
 def test_keys_in_steps_count_once(name: str, split: int) -> None:
@@ -267,6 +270,7 @@ def test_blocks_of_few_rows_are_filled_too(block: int, heads: tuple[int, int], p
     assert tiles_and_heads(prepared) == (480 * pack // tile, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("side", ["q", "kv"])
 def test_every_program_of_a_dense_slot_or_a_window_has_rows(side: str) -> None:
     """Other masks have the tiles of a block for each slot, which a program finds by division."""
@@ -305,6 +309,7 @@ class Device:
     multi_processor_count = 132
 
 
+@pytest.mark.long
 def test_programs_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two for each multiprocessor, each with two tiles of the keys that any row sees; a whole tile of rows is
     never split, and the states of all programs stay small."""

@@ -37,6 +37,7 @@ EMPTY_ROWS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", EMPTY_ROWS)
 @pytest.mark.bar(3)
 def test_rows_that_see_nothing_are_zero(name: str) -> None:
@@ -84,6 +85,7 @@ def test_large_scores_do_not_overflow() -> None:
 FACTORS = {"shared": (1, 1), "by batch row": (2, 1), "by head": (1, 2), "by both": (2, 2)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("listed", ["shared", "by both"])
 @pytest.mark.parametrize("reads", FACTORS)
 def test_masks_by_batch_row_and_head(reads: str, listed: str) -> None:
@@ -120,6 +122,7 @@ def decided(mask: Mask) -> tuple[str, bool]:
     return tables.mask, tables.window is not None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.bits
 @pytest.mark.parametrize("name", WINDOWS)
 def test_window_table_and_mask_mod_give_the_same_bits(name: str) -> None:
@@ -137,6 +140,7 @@ def test_window_table_and_mask_mod_give_the_same_bits(name: str) -> None:
         same(run(x, routed[route], start=start, **TILE), want)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.bits
 @pytest.mark.parametrize("lengths", [(41, 41), (20, 50), (50, 20)], ids=str)
 @pytest.mark.parametrize("name", WINDOWS)

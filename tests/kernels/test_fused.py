@@ -17,6 +17,7 @@ from tests.kernels.support.harness import (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("name", MASKS)
 def test_gradients(name: str, tma: bool) -> None:

@@ -82,6 +82,7 @@ def same(got: Any, want: Any, count: int) -> None:
         assert torch.equal(a, b), f"{name} differs by {float((a - b).abs().max())}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_bits_do_not_depend_on_ranks_schedule_and_placement(name: str, world: tuple[int, str, Any]) -> None:
     heads = (4, 4) if world[1] == "ulysses" else (2, 1)
@@ -96,6 +97,7 @@ def test_bits_do_not_depend_on_ranks_schedule_and_placement(name: str, world: tu
         torch.testing.assert_close(a.double(), b, rtol=0, atol=0.03 * float(b.detach().abs().max()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [(BF16, {}), pytest.param(BF16, TILES, marks=pytest.mark.long), (torch.float32, TILES)],
@@ -132,6 +134,7 @@ def rank_bits(group: Any, x: list[Tensor], sinks: Tensor) -> list[list[Tensor]]:
     return results
 
 
+@pytest.mark.long
 @pytest.mark.interpreted
 def test_real_ranks_and_graphs() -> None:
     x, mask, sinks = inputs(heads=(2, 2)), mask_of("causal"), torch.randn(2)
@@ -147,6 +150,7 @@ def test_real_ranks_and_graphs() -> None:
     same((out, aux.lse, aux.max_scores, *grads), alone, 6)
 
 
+@pytest.mark.long
 def test_a_raw_mask_and_a_ring_that_auto_chose_fetch_keys() -> None:
     x, mask, world = inputs(), mask_of("causal"), tritoncp.simulate(4)
     plan = replace(world.make_plan(mask, balancer=None), schedule="ring", handle=None)

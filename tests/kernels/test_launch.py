@@ -48,6 +48,7 @@ def test_one_engine_serves_captures_of_the_same_layouts_and_no_others() -> None:
     assert engines == [1, 1, 2, 2, 3, 3, 3, 3, 4, 4]
 
 
+@pytest.mark.long
 def test_an_engine_keeps_no_captured_tensor_alive() -> None:
     x, plan = qkv(S, heads=2), make_plan(create_block_mask(causal(), 1, 1, S, S))
     bias = torch.randn(2, 2 * S, requires_grad=True)
@@ -115,6 +116,7 @@ def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.long
 def test_slices_of_unaligned_tensors_have_separate_launches() -> None:
     """No base lies at a multiple of 16 bytes. An all-gather in pieces computes the second head group in a
     launch of its own: it starts 12 bytes past its base, modulo 16, at a multiple for some bases only."""

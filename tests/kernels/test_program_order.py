@@ -45,6 +45,7 @@ def count_kernel(visits, order, splits, TILES: tl.constexpr, LAST_FIRST: tl.cons
     tl.atomic_add(visits + ((i_b * n_heads + i_head) * n_tiles + i_tile), 1)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("section", "has_sections"), [(1, True), (2, True), (4, True), (4, False)])
 @pytest.mark.parametrize("max_tiles", [1, 12])
 @pytest.mark.parametrize("splits", [None, 2])
@@ -104,6 +105,7 @@ MASKS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mask", [x if x == "by head" else pytest.param(x, marks=pytest.mark.long) for x in MASKS]
 )

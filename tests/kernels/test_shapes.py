@@ -21,6 +21,7 @@ SIZES = [  # (head dim of q, head dim of v)
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("dim", "v_dim", "dtype"), SIZES)
 @pytest.mark.bar(1)
 def test_every_head_dim_and_dq_other_than_dv(dim: int, v_dim: int, dtype: torch.dtype) -> None:
@@ -33,6 +34,7 @@ BLOCKS = [16, 64, 100, 8, (64, 128), (128, 32), (16, 100), (48, 24)]
 SHORT = [(block, lengths) for block in (16, (128, 32)) for lengths in ((1, 70), (70, 1), (1, 1))]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("block", "lengths"), [*product(BLOCKS, [(67, 110), (110, 67)]), *SHORT], ids=str)
 @pytest.mark.bar(10)
 def test_any_block_and_lengths_that_do_not_divide(block: int | tuple, lengths: tuple[int, int]) -> None:
@@ -69,6 +71,7 @@ def results_of_contiguous_tensors(engine: str) -> tuple[QKV, Mask, tuple[Tensor,
     return x, mask, start, run(x, mask, start=start)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.bits
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.bar(8)

@@ -64,6 +64,7 @@ def steps(engine, x: QKV, mask: Mask, cuts: list[int], order=None, state=None) -
 # -- state --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", MASKS)
 def test_keys_in_steps_equal_keys_at_once(name: str, cuts: str) -> None:
@@ -76,6 +77,7 @@ def test_keys_in_steps_equal_keys_at_once(name: str, cuts: str) -> None:
         close(got, exact, name)
 
 
+@pytest.mark.long
 @pytest.mark.bar(14)
 def test_steps_come_in_any_order() -> None:
     mask = MASKS["intervals"]
@@ -116,6 +118,7 @@ def test_a_state_that_has_seen_nothing_changes_nothing() -> None:
     same(steps(engine, x, mask, [0, 32], order=[1, 0]), forward(engine, x, single(mask)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_steps_of_half_precision_round_once(dtype: torch.dtype) -> None:
     """The state is float32: five steps are as near the float64 oracle as one, but for the last bit."""
@@ -133,6 +136,7 @@ def test_steps_of_half_precision_round_once(dtype: torch.dtype) -> None:
 # -- accumulated gradients ----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MASKS)
 def test_gradients_added_over_steps_equal_the_gradients_of_one_step(name: str) -> None:
     """Every piece of the keys adds to dQ; each piece has a separate dK and dV."""
@@ -155,6 +159,7 @@ def test_gradients_added_over_steps_equal_the_gradients_of_one_step(name: str) -
 # -- bit for bit --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 @pytest.mark.bar(11)
@@ -206,6 +211,7 @@ def chunked(x: QKV, mask: Mask, cuts: list[int], dout: Tensor, **options: int) -
 BLOCKS = {name: mask for name, mask in MASKS.items() if mask.q_len == 48}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.bits
 @pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in BLOCKS), ("causal", torch.bfloat16)])
 def test_queries_in_chunks_give_the_same_bits(name: str, dtype: torch.dtype) -> None:

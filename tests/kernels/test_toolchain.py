@@ -68,6 +68,7 @@ def tiles(kind: str, arch: str, options: dict) -> Config:
     return choose(TileRequest(kind, arch, 64, torch.bfloat16, 128, 128), options)
 
 
+@pytest.mark.sample(54)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 @pytest.mark.parametrize(("arch", "version"), PAIRS)
 def test_an_affected_option_is_refused_by_the_call_and_by_the_engine(arch, version, options, pretend):
@@ -183,6 +184,7 @@ def test_a_fused_launch_is_refused_for_an_engine_without_an_architecture(arch, v
     assert not refusal(lambda: tiles("dkdv", arch, {}))
 
 
+@pytest.mark.sample(19)
 @pytest.mark.parametrize(("arch", "version"), PAIRS)
 def test_the_tuner_leaves_out_the_fused_kernel_with_a_message_and_flip(arch, version, pretend, monkeypatch):
     affected = pretend(arch, version)

@@ -41,6 +41,7 @@ def use_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     monkeypatch.setattr(engine_module, "sum_parts", lambda arch, dim: parts if dim > 256 else 1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize(("dim", "v_dim"), DIMS)
 def test_wide_heads_equal_dense_attention(dim: int, v_dim: int, dtype: torch.dtype) -> None:
@@ -48,11 +49,13 @@ def test_wide_heads_equal_dense_attention(dim: int, v_dim: int, dtype: torch.dty
     check(x, MASKS["intervals"](21, 16))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MASKS)
 def test_wide_heads_with_each_kind_of_mask(name: str, engine: str) -> None:
     check(qkv(40, heads=2, kv_heads=1, dim=328, v_dim=264, dtype=F64), MASKS[name](40))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "engine"),
     by_turns(SCHEDULES, ["cpu"]) + by_turns(SCHEDULES, ["kernels"], rare={*SCHEDULES} - {"ring"}),
@@ -66,11 +69,13 @@ def test_wide_heads_on_four_ranks(schedule: str, engine: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_wide_heads_of_16_bits(dtype: torch.dtype, engine: str) -> None:
     check_case(Case(("window", 9), dims=(576, 512), dtype=dtype, length=33, kv_length=33, heads=1, group=2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block_size", [pytest.param(1, marks=pytest.mark.long), 16])
 def test_keys_selected_for_wide_heads(block_size: int, engine: str) -> None:
     """18 heads share their keys, in two tiles of 9."""
@@ -91,6 +96,7 @@ def test_keys_selected_for_wide_heads(block_size: int, engine: str) -> None:
         torch.testing.assert_close(x.double(), exact.double(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.bits
 @pytest.mark.parametrize("options", [{}, {"SPLIT_KV": 2, "PACK_GQA": True}], ids=str)
 def test_launches_that_share_channels_have_the_results_of_one_launch(
@@ -104,6 +110,7 @@ def test_launches_that_share_channels_have_the_results_of_one_launch(
     same(run(x, mask, start=start, **options), one)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.bits
 @pytest.mark.parametrize("schedule", ["ring", "ulysses+ring"])
 def test_launches_that_share_channels_start_from_one_state(

@@ -85,6 +85,7 @@ INDICES = {
 }
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("index", INDICES)
 def test_an_index_selects_the_same_blocks_as_in_torch(name, index) -> None:
@@ -126,6 +127,7 @@ def test_a_slice_of_a_torch_mask_is_taken_if_it_has_the_length_of_its_blocks(nam
         assert got.shape == want.shape and torch.equal(got.to_dense(), want.to_dense())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["lambda", "table"])
 @pytest.mark.parametrize("index", [1, (slice(1, 3), 1), (torch.tensor([2, 0, 1]),), (slice(None), 0, 1)])
 def test_attention_with_a_selected_mask_equals_the_selected_rows(name, index) -> None:

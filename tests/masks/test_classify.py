@@ -164,6 +164,7 @@ def draw_operand(dtype: torch.dtype, g: torch.Generator) -> tuple[ValueRange, Te
     return ValueRange(*ends, dtype), points.to(dtype)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", RULES, ids=str)
 def test_rules_give_the_min_and_max_result(dtype: torch.dtype) -> None:
     """All values in small ranges of the operands, near zero and where narrow types wrap."""
@@ -284,6 +285,7 @@ def test_no_decided_tile_is_decided_wrongly(expression: MaskText, seed: int) -> 
         assert may >= some and every >= must
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     "mod",
     [

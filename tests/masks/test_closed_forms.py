@@ -171,6 +171,7 @@ def test_edits_of_what_a_mask_captures_are_seen() -> None:
     assert create_block_mask(docs, 1, 1, 8, 8, BLOCK_SIZE=4).runs.to_kinds().tolist() == [[[[1, 3], [3, 1]]]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "mod",
     [
@@ -206,6 +207,7 @@ ONE_ROW = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ONE_ROW)
 def test_tensors_of_one_batch_row_serve_every_row(name: str) -> None:
     mod, index = ONE_ROW[name], torch.arange(8)

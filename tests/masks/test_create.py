@@ -27,6 +27,7 @@ def test_the_signature_is_torchs() -> None:
     assert all(public[name].default == torchs[name].default for name in shared)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("mod", "form"),
     [

@@ -144,6 +144,7 @@ def test_block_diffusion_on_eight_ranks_sends_no_corrupted_key() -> None:
         assert int(plan.traffic.clone().fill_diagonal_(0).sum()) <= share * 7 * 8192
 
 
+@pytest.mark.long
 @given(drafts(), st.integers(2, 4), st.sampled_from(["allgather", "ring", "fetch", "ulysses"]), st.booleans())
 @settings(max_examples=15)
 def test_drafts_attend_as_dense_attention(case, size: int, schedule: str, of_rows: bool) -> None:
@@ -166,6 +167,7 @@ def test_drafts_attend_as_dense_attention(case, size: int, schedule: str, of_row
     torch.testing.assert_close(*grads, atol=1e-8, rtol=1e-8)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(4,), (2, 4)])
 def test_new_anchors_compile_nothing(shape: tuple[int, ...]) -> None:
     counter = CompileCounterWithBackend("aot_eager")

@@ -93,6 +93,7 @@ def assert_interval_exact(mask: Mask, masked: Tensor, visible: Tensor) -> None:
         assert bool((lo <= hi).all())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("chunk", [1, 100])
 def test_the_size_of_evaluated_chunks_does_not_affect_a_mask(
     monkeypatch: pytest.MonkeyPatch, chunk: int
@@ -143,6 +144,7 @@ def test_full_mask_shows_everything(geometry) -> None:
     assert from_block_mask(mask.to_block_mask()).runs == mask.runs
 
 
+@pytest.mark.long
 def test_a_full_mask_takes_memory_for_its_rows_of_blocks_alone() -> None:
     """A dense map of its blocks would take 1 TiB."""
     mask = full_mask(1 << 30, (1 << 30) - 5, block=1024)

@@ -122,6 +122,7 @@ def test_a_comparison_may_depend_only_on_keys() -> None:
     assert mask.row_intervals()[0, 0, :, [0, 5, 6]].T.tolist() == [[0, KEYS], [0, KEYS], [6, 7]]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", everyday_masks(2048))
 def test_everyday_masks_are_found_as_intervals(name: str) -> None:
     """Masks have torch's blocks, with a list or without."""
@@ -146,12 +147,14 @@ def count_work(name: str, length: int, evaluated_pairs: list[int]) -> list[int]:
     return calls
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name, item in everyday_masks(2048).items() if item.most])
 def test_intervals_take_no_evaluated_pair(name: str, evaluated_pairs: list[int]) -> None:
     """The mask_mod is traced, and called for one pair, which raises its errors."""
     assert count_work(name, 1 << 18, evaluated_pairs) == [1, 1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [name for name, item in everyday_masks(2048).items() if not item.most])
 def test_other_masks_evaluate_pairs_in_proportion_to_their_edges(
     name: str, evaluated_pairs: list[int]

@@ -141,6 +141,7 @@ FACTORS = {
 ROWS = [tuple(row.values()) for row in pairs(FACTORS)]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(tuple(FACTORS), ROWS, ids=lambda value: str(value))
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.bar(15)
@@ -152,6 +153,7 @@ def test_any_world_is_one_document_at_a_time(layout, causal, window, world, bala
     agree(in_a_world(x, plan), one_by_one(x, docs, causal, sides), docs, 1e-8)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.usefixtures("cpu_engine")
@@ -165,6 +167,7 @@ def test_the_public_call(layout: str, causal: bool) -> None:
     agree(whole_call(x, tritoncp.make_plan(mask)), want, docs, 1e-8)
 
 
+@pytest.mark.long
 def test_cross_attention_on_the_kernels() -> None:
     docs = LAYOUTS["cross"]
     x = buffers(docs, dtype=torch.float32)

@@ -92,6 +92,7 @@ def kernels(launched):
     return run
 
 
+@pytest.mark.long
 def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkeypatch):
     """Only calls that request a route warn about it. The loops replace the route, which needs compiled
     kernels."""
@@ -128,6 +129,7 @@ def test_few_rows_use_their_entry_for_every_mask(places):
         assert not tile_lookup.has_pass_tiles(options["CONFIGS"])
 
 
+@pytest.mark.long
 @pytest.mark.bar(23)
 def test_ranks_with_different_files_of_tiles_have_the_results_of_one_rank(places, launched, monkeypatch):
     """Each rank launches the tiles that its host measured; messages and results do not depend on them."""

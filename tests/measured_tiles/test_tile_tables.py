@@ -175,6 +175,7 @@ def write_many(folder, first, start):
         tile_tables.write(folder, H200, [entry(16, head_dim=head_dim)], {})
 
 
+@pytest.mark.long
 @pytest.mark.bar(24)
 def test_concurrent_writers_lose_no_entry(places):
     start = FORK.Barrier(WRITERS)

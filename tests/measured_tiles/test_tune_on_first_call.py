@@ -86,6 +86,7 @@ def test_nothing_is_tuned_unless_requested(stub, monkeypatch):
     assert stub() == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -113,6 +114,7 @@ def test_a_call_after_failed_tuning_has_the_same_results(places, stub, launched,
     assert len(stub()) == count, "once is enough"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("together", [False, True])
 def test_processes_of_one_machine_tune_once(stub, launched, together):

@@ -64,6 +64,7 @@ def count_kept() -> dict[str, int]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["captured number", "code"])
 @pytest.mark.parametrize("engine", ["cpu", "kernels"], indirect=True)
 @pytest.mark.bar(17)

@@ -61,6 +61,7 @@ def form(request: pytest.FixtureRequest) -> Form:
     return make_form(request.param)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.bar(16)
 def test_a_score_mod_follows_its_state(form: Form) -> None:
     scale, edit = form
@@ -73,6 +74,7 @@ def test_a_score_mod_follows_its_state(form: Form) -> None:
     assert not torch.allclose(before, after, atol=1e-3)
 
 
+@pytest.mark.sample(5)
 def test_a_mask_or_plan_whose_state_changed_is_refused(form: Form) -> None:
     scale, edit = form
     mask = create_block_mask(mask_of(scale), 1, 1, S, S, BLOCK_SIZE=4)
@@ -93,6 +95,7 @@ def test_a_mask_or_plan_whose_state_changed_is_refused(form: Form) -> None:
     assert torch.equal(rebuilt.to_dense()[0, 0], (distance >= 0) & (distance < 8))
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_warning_names_incomparable_state_once(name: str) -> None:
     scale, _ = make_form(name)
@@ -241,6 +244,7 @@ def compiled_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx - kv_idx < Compiled.slope * 8
 
 
+@pytest.mark.long
 def test_compiled_calls_follow_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph identifies a function by its code, without a guard."""
     call = torch.compile(attend, backend="eager")
@@ -256,6 +260,7 @@ def test_compiled_calls_follow_the_state(monkeypatch: pytest.MonkeyPatch) -> Non
         call(None, mask)
 
 
+@pytest.mark.long
 def test_threads_that_make_masks_mods_and_plans_do_not_disturb_each_other() -> None:
     ready = threading.Barrier(8)
 

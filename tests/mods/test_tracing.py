@@ -81,6 +81,7 @@ def graph_of_torch(mask_mod: Callable[..., Any]) -> torch.fx.GraphModule | None:
     return graph
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_mod_is_traced_to_the_graph_of_make_fx(name: str) -> None:
     assert lines(graph_of(MASKS[name])) == lines(graph_of_torch(MASKS[name]))

@@ -17,6 +17,7 @@ CLOSE = {"atol": 2e-6, "rtol": 1e-5}
 GRADS_CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # compared with float32, which rounds alike
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mask", "batch", "balancer"),
     [
@@ -47,6 +48,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize(("name", "dtype"), zip(CASES, (torch.bfloat16, F64, torch.float32)), ids=str)
 @pytest.mark.bar(12)

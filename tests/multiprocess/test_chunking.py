@@ -212,6 +212,7 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool, dty
     assert attention_seconds(gm, by_plans=False) == pytest.approx(both, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -281,6 +282,7 @@ def compute_again(group: Any, cases: Any) -> None:
         assert policy not in COMPUTED_AGAIN or all(x.shape[2] == rows for x in kept), (policy, partition)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cases",
     [CHECKPOINTS[6:7], pytest.param(CHECKPOINTS, marks=pytest.mark.long)],

@@ -141,5 +141,6 @@ def run_gathered_attention(group: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_gathers_of_rows_for_attention_are_refused_by_sequence():
     assert all("node all_gather_into_tensor" in said for said in ranks.run(2, run_gathered_attention))

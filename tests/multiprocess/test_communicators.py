@@ -44,6 +44,7 @@ def spied(monkeypatch: pytest.MonkeyPatch, channel: Any) -> list[str]:
     return kinds
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_tensors_travel_on_one_communicator(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It carries forward, backward and unshard, with and without a companion."""
@@ -130,6 +131,7 @@ def test_a_group_with_a_high_priority_stream_carries_its_tensors(
     run(2, work)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["undefined", "cpu:gloo,cuda:nccl"])
 def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(
     backend: str, monkeypatch: pytest.MonkeyPatch

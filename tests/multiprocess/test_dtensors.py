@@ -130,6 +130,7 @@ def every_way(group, compiled, all_pairs):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("compiled", "all_pairs"),
     [(False, False), *(pytest.param(x, True, marks=pytest.mark.long) for x in (False, True))],
@@ -171,6 +172,7 @@ def drawn(heads):
     )
 
 
+@pytest.mark.long
 def test_dtensors_select_keys_of_the_whole_sequence():
     want = {}
     for count in (1, KV_HEADS):
@@ -261,6 +263,7 @@ def refusals(group):
     return {name: ranks.attempt(call) for name, call in calls.items()}
 
 
+@pytest.mark.long
 def test_a_dtensor_whose_call_needs_the_whole_is_refused_by_name_on_every_rank():
     first, second = ranks.run(2, refusals)
     for name, error in first.items():

@@ -103,6 +103,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fault",
     # A rank that stands still is for the others as one that calls nothing.

@@ -171,6 +171,7 @@ def check(actual: list[Tensor], expected: list[Tensor], name: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=limit, msg=lambda text: f"{name}: {text}")
 
 
+@pytest.mark.long
 def test_each_reduction_with_its_factor_has_the_gradients_of_one_rank() -> None:
     expected = on_one_rank()
     for results in ranks.run(4, on_four_ranks, WAYS):
@@ -191,6 +192,7 @@ def with_tensor_parallelism(group: Any) -> list[Tensor]:
     return gradients_of(model)
 
 
+@pytest.mark.long
 def test_tensor_parallel_ranks_do_not_count_in_the_factor() -> None:
     expected = on_one_rank(slopes=False)
     for gradients in ranks.run(4, with_tensor_parallelism):

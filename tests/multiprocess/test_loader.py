@@ -77,6 +77,7 @@ def trained(group: Any, schedule: str) -> list[list[Tensor]]:
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "schedule"), [(1, "auto"), pytest.param(2, "ring", marks=pytest.mark.long), (2, "fetch")]
 )

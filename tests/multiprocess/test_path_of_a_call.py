@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -115,6 +116,7 @@ def walks_on_rank(group: Any) -> dict[str, list[str]]:
     return {name: follow(call, follower, ENDS[name]) for name, follower in followers.items()}
 
 
+@pytest.mark.long
 def test_an_argument_passes_at_most_20_files_and_comes_back_to_20_at_most() -> None:
     for walks in ranks.run(2, walks_on_rank):
         for name, stays in walks.items():

@@ -124,6 +124,7 @@ def test_a_captured_graph_and_a_group_of_one_rank_compare_nothing(monkeypatch: p
     assert run(2, work) == [[1, 0, 1]] * 2
 
 
+@pytest.mark.long
 def test_a_compiled_call_is_compared_too() -> None:
     def work(group: Any) -> str:
         plan = tritoncp.make_plan(mask_of(), group)
@@ -135,6 +136,7 @@ def test_a_compiled_call_is_compared_too() -> None:
         assert "the ranks differ in score_mod: rank 0 against rank 1" in text
 
 
+@pytest.mark.long
 def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> None:
     """These are lengths of shards, and captures of a score_mod: numbers, tensors, learned tensors."""
 
@@ -196,6 +198,7 @@ def test_parts_of_a_batch_are_compared_by_their_rows() -> None:
         assert "the ranks differ in batch: rank 0 against rank 1" in text and "from row 1 on" in text
 
 
+@pytest.mark.long
 def test_plans_of_data_loaders_are_compared_at_their_first_use() -> None:
     """Nothing is hashed for it: the digest comes with the plan. Plans made by the group were compared
     before."""
@@ -246,6 +249,7 @@ def local_calls(group: Any, count: int) -> tuple[list[int], int]:
     return [first, count_exchanges(train)], tritoncp.plan_cache_info().plans
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_calls_of_one_rank_evict_no_plan_of_a_group(count: int) -> None:
     tritoncp.plan_cache_clear()
@@ -254,6 +258,7 @@ def test_calls_of_one_rank_evict_no_plan_of_a_group(count: int) -> None:
     assert plans == tritoncp.plan_cache_info().most + 1  # of this process alone, and the group's
 
 
+@pytest.mark.long
 def test_every_rank_evicts_the_same_plans_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "MAX_PLANS", 4)
 
@@ -287,6 +292,7 @@ def test_a_new_group_shares_nothing_with_a_destroyed_one(tmp_path: Path) -> None
     assert run(2, work) == [[3, 0, 3, 0]] * 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_ranks_may_be_in_different_numbers_of_groups(schedule: str) -> None:
     """Rank 0 may have another group, for example for evaluation."""

@@ -32,6 +32,7 @@ def test_every_case_but_the_long_ones_has_a_benchmark(names):
     assert len(set(names["CONTENDERS"])) == len(names["CONTENDERS"]) > len(benchmarked)
 
 
+@pytest.mark.long
 def test_a_benchmark_runs_the_contender_of_its_case(names):
     small = [pair for pair in names["CONTENDERS"] if pair[0].name in ("mask-causal-4k", "cpu-causal-1k-fwd")]
     results = {}

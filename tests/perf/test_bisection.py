@@ -37,6 +37,7 @@ def test_the_commit_that_made_a_case_slower_is_found(repository):
     assert len(worktrees.splitlines()) == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("ends", "case", "code", "message"),
     [

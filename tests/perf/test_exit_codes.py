@@ -50,6 +50,7 @@ ENDS = tomllib.loads(Path(__file__).with_name("exit_codes.toml").read_text())
 VERDICTS = [["pass"], ["regression"], ["bad input"], ["nothing compared"]]
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize(("words", "code", "message"), ENDS["compare"])
 def test_compare(words, code, message, files, tmp_path):
     named = [files.get(word, word) for word in words.split()]
@@ -79,6 +80,7 @@ def test_names_of_a_history_are_text_and_no_markup(tmp_path):
 RUN = ["run", "--device", "host", "--tier", "smoke"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("words", "code", "message"), ENDS["run"])
 def test_run(words, code, message, tmp_path):
     result = perf(*RUN, "--out", tmp_path, *words.split())
@@ -86,6 +88,7 @@ def test_run(words, code, message, tmp_path):
     assert message in " ".join(result.output.split())
 
 
+@pytest.mark.long
 def test_a_run_with_a_measurement_and_a_resumed_run_without_cases_exit_with_0(tmp_path):
     words = [*RUN, "--only", "mask-*", "--seconds", "0", "--out", tmp_path]
     assert perf(*words).exit_code == 0

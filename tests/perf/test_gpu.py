@@ -42,6 +42,7 @@ def make_gpu(folder: Path, **more: str) -> tuple[int, str, list[str]]:
     return run_gpu(folder, "make", "gpu", *words, **more)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("fail", "failed"),
     [("-", []), ("*perf.run*", ["warm", "routes", "tiles", "flex", "flex"]), ("*test_overlap*", ["overlap"])],

@@ -1,5 +1,6 @@
 """Masks of problems by name: they never change."""
 
+import pytest
 import torch
 
 from tritoncp.perf.problem import MASKS, Problem, corpus_lengths
@@ -14,6 +15,7 @@ SUMS = dict.fromkeys(["causal", "softcap", "alibi", "sinks"], 5519403008) | {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_masks_never_change() -> None:
     """They are compared by the sum of the positions of the keys that every seventh query sees."""
     sums = {}

@@ -28,6 +28,7 @@ def case_of(schedule: str, mask: str = "document", **more) -> Case:
     return Case(Problem(mask, 16384, world=2, schedule=schedule, **more), "forward").shrunk()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch", "ulysses"])
 def test_all_ranks_on_one_device_give_the_answer(schedule):
     case = case_of(schedule, together=True).problem

@@ -71,6 +71,7 @@ def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
     assert history.read(tmp_path / "a.jsonl").points == [point]
 
 
+@pytest.mark.long
 def test_a_call_that_falls_back_to_loops_is_not_timed_as_its_route(monkeypatch, tmp_path):
     case = Case(Problem("causal", 16384), "forward").shrunk()
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
@@ -82,6 +83,7 @@ def test_a_call_that_falls_back_to_loops_is_not_timed_as_its_route(monkeypatch, 
     assert "ms" in point.own and "ms" in point.contenders["tritoncp SPLIT_KV=2"]
 
 
+@pytest.mark.long
 def test_kernel_options_are_measured_only_in_the_pass_that_they_change(monkeypatch, tmp_path):
     cases = [Case(Problem("causal", 16384), direction).shrunk() for direction in ("forward", "backward")]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")

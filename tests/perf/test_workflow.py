@@ -231,6 +231,7 @@ def planted(**times: float | None) -> dict[str, str]:
 INPUTS = {"install": "true", "required": "causal-*", "only": "causal-* plan-*", "runs": 3}
 
 
+@pytest.mark.long
 def test_steps_measure_compare_comment_and_keep_a_history(repository):
     """A first push, a change that is fine, one that is slower, and the push of it."""
     codes = repository.run("push", INPUTS, planted(causal_fwd=1.0, plan_a=2.0))
@@ -266,6 +267,7 @@ def test_steps_measure_compare_comment_and_keep_a_history(repository):
     assert badge["label"] == "performance" and badge["message"], "for the README"
 
 
+@pytest.mark.long
 def test_a_run_without_a_required_case_or_without_any_measurement_fails(repository):
     repository.run("push", INPUTS, planted(causal_fwd=1.0, plan_a=2.0))
     codes = repository.run("pull_request", INPUTS, planted(plan_a=2.0), head="fork/project")

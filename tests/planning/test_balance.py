@@ -149,6 +149,7 @@ TORCHS_MASKS = {
 }
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", TORCHS_MASKS)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_unweighted_ptrr_places_every_token_as_torch(name: str, world_size: int) -> None:
@@ -317,6 +318,7 @@ def test_a_document_of_two_blocks_stays_on_one_rank() -> None:
     assert [4, 5] in map(sorted, per_document(work))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MOST)
 def test_locality_and_ptrr_are_even_and_locality_sends_little(name: str) -> None:
     mask = Problem(name, 65536).block_mask()
@@ -444,6 +446,7 @@ def test_long_sequences_and_many_ranks_are_placed_as_evenly(blocks: int, world_s
     assert fetched_share(plan) <= 0.95 * fetched_share(build(mask, world_size, balancer="per_document"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [None, 0, 2, 3])
 def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
     """Documents of up to a quarter of the sequence on 8 ranks: a fifth of a full gather at most."""

@@ -42,6 +42,7 @@ def seconds(plan: tritoncp.Plan) -> float:
     return {one.schedule: one.total for one in estimates}[plan.schedule]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring"])
 def test_auto_takes_the_balancer_of_minimal_time_under_the_schedule(schedule: str) -> None:
     mask, key, times = MASKS["long documents"](), schedule.partition("+")[0], {}
@@ -56,6 +57,7 @@ def test_auto_takes_the_balancer_of_minimal_time_under_the_schedule(schedule: st
     assert chosen.schedule == schedule or schedule == "auto"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MASKS)
 def test_every_rank_makes_the_same_choice(name: str) -> None:
     plans = [make_plan(MASKS[name](), world_size=3, rank=rank, balancer="auto") for rank in range(3)]
@@ -63,6 +65,7 @@ def test_every_rank_makes_the_same_choice(name: str) -> None:
     assert [p.rank for p in plans] == list(range(3))
 
 
+@pytest.mark.long
 def test_several_masks_share_the_order_with_the_shortest_total_time() -> None:
     masks = {name: MASKS[name]() for name in ("long causal", "long window", "long documents")}
     plans = make_plan(masks, world_size=8, rank=3, balancer="auto")

@@ -46,6 +46,7 @@ def masks() -> dict[str, Mask]:
 MASKS = masks()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("mask_and_schedule", "balancer"), by_turns(product(MASKS, SCHEDULES), ("ptrr", "contiguous"))
 )
@@ -75,6 +76,7 @@ def test_all_schedules_have_the_same_figures_on_one_rank(latent: int) -> None:
     assert all(one == figures[0] for one in figures)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("name", "balancer"), [("window", "head_tail"), ("documents", "ptrr")])
 def test_the_figures_are_max_values_over_ranks(name: str, balancer: str, schedule: str) -> None:

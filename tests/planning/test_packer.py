@@ -204,6 +204,7 @@ def test_operations_grow_with_the_number_of_sequences(problem) -> None:
     assert operations <= 4 * (5 * len(lengths) + batches)
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_sequences_take_two_rounds() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = (6000 * torch.randn(100_000, generator=generator).mul(0.9).exp()).long().clamp(64, 1 << 17)

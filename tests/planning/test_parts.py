@@ -39,6 +39,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(2, heads, S, 16, dtype=dtype, requires_grad=True) for heads in (2, 1, 1)]
 
 
+@pytest.mark.sample(19)
 @pytest.mark.parametrize("chunks", [2, 3, 6, 7])
 @pytest.mark.parametrize("name", MASKS)
 def test_needs_are_the_chunks_of_visible_keys(name, chunks):
@@ -103,6 +104,7 @@ def test_chunks_have_numbers_and_the_keys_that_they_see():
             plan.part(index, 3, keys=keys)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("chunks", [2, 6, 7])
 @pytest.mark.parametrize("name", MASKS)
 def test_parts_have_the_results_of_the_whole(name, chunks, monkeypatch):
@@ -122,6 +124,7 @@ def test_parts_have_the_results_of_the_whole(name, chunks, monkeypatch):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_interpreted_kernels_give_parts_the_bits_of_the_whole(dtype):
     plan, (q, k, v) = make_plan(MASKS["causal"]()), tensors(dtype)

@@ -258,6 +258,7 @@ def test_as_many_ranks_exchange_heads_as_divide_the_world_and_have_one_each() ->
     assert replace(build(mask, 4, schedule="ulysses"), degree=2).degree_for(2) == 2
 
 
+@pytest.mark.long
 @given(plans())
 def test_every_rank_derives_the_same_plan(plan: Plan) -> None:
     for rank in range(plan.world_size):

@@ -30,6 +30,7 @@ def mask_of(name: str) -> Mask:
     return create_block_mask(MODS[name], batch, heads, S, S, BLOCK_SIZE=BLOCK)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("balancer", ["ptrr", "head_tail", None])
 def test_work_of_a_query_is_at_most_the_keys_that_it_selects(name: str, balancer: str | None) -> None:

@@ -30,6 +30,7 @@ SCORE_MODS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", SCORE_MODS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -62,6 +63,7 @@ def test_statistics_equal_a_loop_over_pairs(name: str) -> None:
         torch.testing.assert_close(got.lse[b, h, i], scores.exp().sum().log(), **TOL)
 
 
+@pytest.mark.long
 def test_gradients_of_inputs_and_captures_are_right() -> None:
     q, k, v, table = tensors((1, 2, 5, 3), (1, 1, 6, 3), (1, 1, 6, 2), (2, 11))
     mask = create_block_mask(sliding_window(3, 1), None, None, 5, 6)

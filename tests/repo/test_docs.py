@@ -154,6 +154,7 @@ RARE = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in RARE)) for name in OTHERS]
 )
@@ -212,6 +213,7 @@ def training(variables: dict[str, Any], output: str) -> tuple[list[float], list[
     return variables["losses"], [weight.grad for weight in variables["model"].parameters()], output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["own_loop", "train"])
 def test_a_program_trains_on_two_ranks_as_on_one(name: str, tmp_path: Path) -> None:
     ((losses, gradients, _),) = run_program(name, tmp_path / "program.py", training, 1)
@@ -226,6 +228,7 @@ def test_a_program_trains_on_two_ranks_as_on_one(name: str, tmp_path: Path) -> N
         assert len(output.splitlines()) == (len(losses) if rank == 0 else 0)
 
 
+@pytest.mark.long
 def test_a_batch_that_one_rank_refuses_is_skipped_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +307,7 @@ def entries() -> dict[str, Any]:
         }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("picture", PICTURES)
 def test_a_picture_is_that_of_the_block_above_it(picture: str, entries: dict[str, Any]) -> None:
     digest = gallery.digest_of(gallery.list_panels(entries[picture]))

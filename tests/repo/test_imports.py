@@ -247,6 +247,7 @@ for mask in "causal", "mask_of_a_user:near":
 """
 
 
+@pytest.mark.long
 def test_first_masks_and_plans_load_no_heavy_package_and_no_plan_needs_triton(tmp_path):
     (tmp_path / "mask_of_a_user.py").write_text("def near(b, h, q, kv):\n    return abs(q - kv) < 1000\n")
     path = f"import sys; sys.path.insert(0, {str(ROOT)!r})"

@@ -105,6 +105,7 @@ def probe(python: Path, cwd: Path) -> dict:
 MAX_BYTES = 1_000_000  # of the wheel
 
 
+@pytest.mark.long
 def test_the_wheel_holds_the_sources_and_the_licence(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.stat().st_size < MAX_BYTES
@@ -171,6 +172,7 @@ def test_an_installed_wheel_is_used_as_the_readme_says(wheel_python, tmp_path):
     assert "tritoncp" in (tmp_path / "dashboard.html").read_text()
 
 
+@pytest.mark.long
 def test_the_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     archive = build("sdist", source, tmp_path)
     shutil.unpack_archive(archive, tmp_path)

@@ -52,6 +52,7 @@ PLANS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -106,6 +107,7 @@ def test_a_pixel_has_the_owners_colour_and_the_share_of_its_blocks(balancer: str
     torch.testing.assert_close(pixels[..., :3], colour)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
 @pytest.mark.parametrize("world_size", [3, 64])
 def test_owners_are_shown_in_text(balancer: str, world_size: int) -> None:
@@ -207,6 +209,7 @@ def plan_command(*words: str) -> str:
     return done.output
 
 
+@pytest.mark.long
 def test_the_command_shows_the_text_of_print_and_draws(tmp_path: Path) -> None:
     (tmp_path / "lengths.json").write_text("[1000, 3000, 4192]")
     words = "--lengths", str(tmp_path / "lengths.json"), "--world-size=4"

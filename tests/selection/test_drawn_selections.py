@@ -100,6 +100,7 @@ DRAWN = st.builds(
 SCHEDULES = "allgather", "ring", "fetch", "ulysses", "ulysses+ring"
 
 
+@pytest.mark.long
 @settings(max_examples=20)
 @given(
     DRAWN, st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from(SCHEDULES),

@@ -75,6 +75,7 @@ CASES = [  # an engine and a mask before these
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "mask_name", "block_size", "query_block", "shares", "world_size", "schedule"), CASES
 )

@@ -46,6 +46,7 @@ def attend(x: list[Tensor], chosen: Selection, world_size: int, schedule: str, b
     return [one.detach() for one in (out, lse, top)] + list(grads)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "shares", "height", "world_size", "schedule", "balancer"), CASES
 )

@@ -64,6 +64,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_gradients, "ROWS_OF_KEY", 1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("query_block", [1, 2])
 def test_chunks_add_up_to_the_gradients_of_all_queries(query_block: int) -> None:
@@ -80,6 +81,7 @@ def test_chunks_add_up_to_the_gradients_of_all_queries(query_block: int) -> None
             torch.testing.assert_close(x, 2 * exact, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("chunks")
 def test_sums_of_chunks_are_rounded_once() -> None:
     gradients = Gradients(torch.bfloat16)

@@ -123,6 +123,7 @@ def test_a_default_that_wins_is_stored(compile_nothing, gpu, home):
 # -- single launches ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kernel", "v_dim", "score"),
     [
@@ -148,6 +149,7 @@ ROUTE = Target("route", replace(SMALL.problem, seq=256))
 GLUON = Routed(32, 32, ROUTE="gluon")
 
 
+@pytest.mark.long
 def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_that_of_loops(monkeypatch):
     bench = DeviceBench(CPU)
     assert bench.wrong(ROUTE, Routed(32, 32)) is None
@@ -194,6 +196,7 @@ def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share(
     assert check.find_fault("out", out, checked.expected.out, torch.float32) is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kernel", ["forward", "dq", "fused", "few", "gluon"])
 def test_offline_launches_equal_those_of_calls(kernel):
     """Every argument has the same type and the same divisibility by 16, so that Triton's cache has the kernel

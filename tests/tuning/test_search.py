@@ -201,6 +201,7 @@ def test_both_ways_to_copy_a_tile_are_tried_where_there_are_both(kernel):
     assert {config.USE_TMA for config in odd} == {False}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("score", ["", "softcap", "table_learns", "slopes_learn"])
 def test_the_first_candidate_is_the_config_of_calls_without_a_file(score):
     name = f"tests.kernels.support.scores:{score}" if "learn" in score else score

@@ -130,11 +130,13 @@ def check(name: str) -> None:
     assert float(got.sum()) > S  # of four heads and two batch rows
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_probabilities_are_those_of_dense_attention(name: str, cpu_engine: None) -> None:
     check(name)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_kernels_compute_the_probabilities(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries in parts of 42, or of one block where blocks are selected."""
@@ -142,6 +144,7 @@ def test_kernels_compute_the_probabilities(name: str, monkeypatch: pytest.Monkey
     check(name)
 
 
+@pytest.mark.long
 def test_a_graph_has_the_probabilities(cpu_engine: None, fresh_dynamo: None) -> None:
     plan = make_plan(mask_of(False))
 
@@ -215,6 +218,7 @@ def indexer_loss(
     return (torch.special.xlogy(share, share) - share * log_share).sum()
 
 
+@pytest.mark.long
 def test_ranks_train_an_indexer_as_one_process_does(cpu_engine: None) -> None:
     g = torch.Generator().manual_seed(3)
     sizes = (2, 3, S, 4), (2, 1, S, 4), (2, 3, S)

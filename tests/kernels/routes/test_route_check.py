@@ -63,6 +63,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
     return launched
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_route_with_correct_results_is_used(
     mask: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -87,6 +88,7 @@ def test_a_route_with_correct_results_is_used(
         close(lse, want[1], "lse")
 
 
+@pytest.mark.long
 @pytest.mark.bits
 def test_results_of_a_trial_have_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered heads are not adjacent in out, so the verification has other launches."""
@@ -120,6 +122,7 @@ def lse(step: ForwardStep) -> None:
         step.lse[..., 1] += 0.05
 
 
+@pytest.mark.sample(1)
 @pytest.mark.bits
 @pytest.mark.parametrize("damage", [one_row, forgotten, lse], ids=lambda f: f.__name__)
 def test_a_route_with_wrong_results_is_not_used(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +162,7 @@ def test_results_agree_within_rounding(key: str) -> None:
     assert f"{key} differs in 3 of 120 numbers" in str(difference(beyond))
 
 
+@pytest.mark.long
 def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths, numbers of heads and tensors do not make another kind of step; dtypes, masks, mods, and query
     heads that share a KV head do."""

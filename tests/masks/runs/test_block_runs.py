@@ -54,6 +54,7 @@ def test_transpose_swaps_rows_and_columns(kinds: Tensor) -> None:
     assert transpose(runs).by_rows == other
 
 
+@pytest.mark.sample(1)
 @STORED
 @given(kinds_maps(), st.data())
 def test_take_selects_reorders_and_repeats_rows(make, kinds: Tensor, data: st.DataObject) -> None:
@@ -75,6 +76,7 @@ def test_take_selects_reorders_and_repeats_rows(make, kinds: Tensor, data: st.Da
     assert torch.equal(runs.sum_readers(torch.tensor(rows), weight, group, 2), sums)
 
 
+@pytest.mark.sample(1)
 @STORED
 @given(kinds_maps(), st.data())
 def test_remap_drops_and_repeats_columns(make, kinds: Tensor, data: st.DataObject) -> None:
@@ -94,6 +96,7 @@ def test_remap_drops_and_repeats_columns(make, kinds: Tensor, data: st.DataObjec
     assert torch.equal(runs.remap(subset).to_kinds(), kinds[..., keep])
 
 
+@pytest.mark.sample(1)
 @STORED
 @given(kinds_maps(), st.data(), st.integers(1, 3))
 def test_cells_count_blocks_and_squares_unite_them(
@@ -113,6 +116,7 @@ def test_cells_count_blocks_and_squares_unite_them(
     assert torch.equal(runs.with_full_bounded().to_kinds(), bounded)
 
 
+@pytest.mark.sample(1)
 @STORED
 @given(kinds_maps())
 def test_expand_repeats_batch_and_heads(make, kinds: Tensor) -> None:
@@ -143,6 +147,7 @@ def test_runs_are_equal_by_value() -> None:
     assert runs != Runs.from_kinds(torch.tensor([[[[0, 1, 3]], [[3, 3, 3]]]], dtype=torch.uint8))
 
 
+@pytest.mark.long
 def test_transpose_of_half_a_million_rows_costs_what_its_runs_cost() -> None:
     n = 1 << 19  # a dense map of this would take 256 GiB
     lo, hi = torch.arange(n)[None, None], torch.arange(1, n + 1)[None, None]

@@ -32,6 +32,7 @@ MASKS = read_formulas("masks", "b, h, q, k", globals()) | {
 PLACES = [(1, 2, 3, 0), (0, 1, 0, 7)]
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_equal_eager_masks(name: str) -> None:
     fn = MASKS[name]
@@ -43,6 +44,7 @@ def test_masks_equal_eager_masks(name: str) -> None:
 SCORES = read_formulas("scores", "s, b, h, q, k", globals())
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_equal_eager_scores(name: str, dtype: torch.dtype) -> None:

@@ -64,6 +64,7 @@ def sum_of(names: list[str]) -> Callable[..., Any]:
     return score
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("names", GROUPS, ids="; ".join)
 def test_functions_of_scores_equal_dense_attention(names: list[str], engine: str) -> None:
     tolerance = 1e-7 if "hardsigmoid" in names else 1e-9  # torch multiplies by 1 / 6 as rounded to float32
@@ -124,6 +125,7 @@ def values_of(fn: Callable[..., Tensor], pairs: list[tuple[float, float]], dtype
     return run_score(mod, first.view(N, N)).flatten()[: len(pairs)]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", UNARY + BINARY)
 def test_special_values(name: str, dtype: torch.dtype) -> None:

@@ -47,6 +47,7 @@ def check(fn: Callable[..., Any], captures: list[Tensor], dtype: torch.dtype, to
         torch.testing.assert_close(actual, reference.to(actual.dtype), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", MODS)
 def test_gradients_equal_autograds(name: str) -> None:
     check(MODS[name], [TABLE, SLOPES, SCALE, CUBE], torch.float64, 1e-9)
@@ -58,6 +59,7 @@ def test_gradients_of_narrow_captures(kind: torch.dtype) -> None:
     check(lambda s, b, h, q, k: s * table[h, q], [table], torch.float32, 2e-2 if kind.itemsize == 2 else 1e-5)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("size", "look"),
     [

@@ -34,6 +34,7 @@ RULES: dict[str, tuple[Callable[..., IntegerRange], Callable[..., torch.Tensor]]
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", RULES)
 @hypothesis.given(INTERVALS, INTERVALS)
 def test_an_interval_holds_every_result(name: str, a: IntegerRange, b: IntegerRange) -> None:

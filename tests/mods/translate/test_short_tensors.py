@@ -31,6 +31,7 @@ SCORES = read_formulas("short tensors", "s, b, h, q, k", globals())
 GROUPS = [list(SCORES)[i : i + 3] for i in range(0, len(SCORES), 3)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", GROUPS, ids="; ".join)
 def test_stacks_of_scores_and_rows_of_captures(names: list[str], engine: str) -> None:
     def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:

@@ -243,6 +243,7 @@ WRITES: dict[str, Callable[..., Any]] = {  # to a captured tensor [4]
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("name", WRITES)
 def test_a_mod_that_writes_to_a_capture_is_refused_before_it_writes(name: str, learned: bool) -> None:

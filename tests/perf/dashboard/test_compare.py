@@ -109,6 +109,7 @@ def test_an_absent_device_is_named_and_cases_without_any_device_are_missing():
     ] and "no measurement after on: NVIDIA H100" in compare.summary(comparison, 1)
 
 
+@pytest.mark.long
 def test_the_mean_of_a_suite_is_geometric_and_its_interval_holds_the_truth_as_often_as_it_says():
     """Cases of a suite share the disturbance of a run, which an interval from single cases would not know."""
     draw, hits = np.random.default_rng(1), 0

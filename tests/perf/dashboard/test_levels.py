@@ -13,6 +13,7 @@ def ours(times: np.ndarray, commits: np.ndarray) -> list[Named]:
     return [(step.first, step.last, step.up) for step in steps if step.likely]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.long)])
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_no_other_commit_is_named_and_the_right_one_is_within_three_runs(steps, count):
@@ -22,6 +23,7 @@ def test_no_other_commit_is_named_and_the_right_one_is_within_three_runs(steps, 
     assert found["exact"] >= (0.9 if steps == 1 else 0.85) * found["asked"], "sets of commits are exceptions"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.long)])
 def test_histories_without_a_step_have_none(count):
     found = judge(ours, [draw(seed, steps=0) for seed in range(count)])
@@ -29,6 +31,7 @@ def test_histories_without_a_step_have_none(count):
     assert found["wrong"] <= 0.005 * count, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [8, pytest.param(80, marks=pytest.mark.long)])
 def test_a_new_run_of_an_unchanged_case_is_a_false_alarm_once_in_200_times_at_most(count):
     runs, named, doubted = 0, 0, 0

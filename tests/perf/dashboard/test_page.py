@@ -4,6 +4,8 @@ reported."""
 import json
 import re
 
+import pytest
+
 from tests.perf.synthetic_history import ENV, H100, H200, line, perf, tags, write
 from tritoncp.perf.dashboard import trends
 from tritoncp.perf.dashboard.case_details import compare_address, since_text
@@ -104,6 +106,7 @@ def test_accepted_changes_are_read_beside_the_history(tmp_path):
     assert perf("dashboard", tmp_path, "-o", out).exit_code == 2
 
 
+@pytest.mark.long
 def test_a_badge_counts_the_worst_cases_of_the_page(tmp_path):
     for times, message, colour in (
         ([1.0] * 20, "1 as before", "brightgreen"),

@@ -22,6 +22,7 @@ def test_goals_are_for_baselines_that_are_measured(world):
         assert set(case.goal) <= set(host_cases._call_contenders(case))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", host_cases.select("smoke"), ids=lambda case: case.name)
 def test_every_kind_of_case_gives_times(case):
     contenders = measure(case, 0.0)

@@ -17,6 +17,7 @@ from tritoncp.planning.costs.layer import Shape
 from tritoncp.report.facts import PlanFacts
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("name", CASES)
@@ -71,6 +72,7 @@ def test_times_of_a_small_case_equal_times_computed_by_hand(
     assert (local.forward, local.backward) == ((1, 2.5) if fast else (40, 100))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("latent", [0, 24])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(

@@ -43,6 +43,7 @@ def dense_visible_blocks(plan: Plan) -> Tensor:
     return torch.stack([row.any(0) for row in rows])
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(("order_and_mask", "world"), by_turns(product(BALANCERS, CASES), WORLDS))
 def test_visible_blocks_and_traffic_equal_the_masks(
     order_and_mask: tuple[str | None, str], world: int
@@ -63,6 +64,7 @@ def test_visible_blocks_and_traffic_equal_the_masks(
         assert read == {reader.rank, *reader.traffic[reader.rank].nonzero()[:, 0].tolist()}
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(("order_and_mask", "world"), by_turns(product(BALANCERS, CASES), WORLDS))
 def test_a_fetch_has_the_visible_remote_blocks_and_no_other(
     order_and_mask: tuple[str | None, str], world: int
