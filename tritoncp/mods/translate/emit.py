@@ -7,7 +7,7 @@ numbers, and the function's name reduced to letters, digits and dots.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -93,8 +93,10 @@ def _emit_forward(trace: ModTrace, writer: GraphWriter) -> list[str]:
 def _emit_backward(trace: ModTrace, joint: fx.GraphModule, rows: set[int]) -> list[str]:
     writer = GraphWriter(trace)
     block = writer.block
-    for place, output in zip(trace.wants, joint.graph.output_node().args[0][1:]):  # type: ignore[index]
-        writer.name_dimensions(output, place)
+    outputs: Any = joint.graph.output_node().args[0]
+    for place, output in zip(trace.wants, outputs[1:]):
+        if output is not None:
+            writer.name_dimensions(output, place)
     dscore, *grads = writer.run(joint.graph)
     for place, grad in enumerate(grads):
         if grad is not None:

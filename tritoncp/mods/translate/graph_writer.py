@@ -129,13 +129,13 @@ class GraphWriter:
         sizes = self.trace.tensors[place].shape
         return tuple(Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(sizes))
 
-    def name_dimensions(self, gradient: fx.Node | None, place: int) -> None:
+    def name_dimensions(self, gradient: fx.Node, place: int) -> None:
         """Name the dimensions of a captured tensor's gradient, so that the emitted source serves other
         sizes."""
         nodes, shape = [gradient], self.trace.tensors[place].shape
         while nodes:
             node = nodes.pop()
-            value = None if node is None else node.meta.get("val")
+            value = node.meta.get("val")
             if isinstance(value, Tensor) and value.shape == shape and "dimensions" not in node.meta:
                 node.meta["dimensions"] = self._shape(place)
                 nodes += node.all_input_nodes
