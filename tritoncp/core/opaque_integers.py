@@ -1,9 +1,9 @@
 """Integers for which Triton compiles no kernel of their own.
 
 Triton compiles a kernel again if an integer argument becomes 1, becomes a multiple of 16, or no longer is
-one; for integers inside tuples this cannot be turned off. Counts, strides of tables, window bounds and
-captured integers change from call to call, and their values buy no better code. They are passed as 4 n + 3,
-which is neither 1 nor even; kernels shift it back.
+one; for integers inside tuples this cannot be turned off. Strides of a step's tables, counts of a selection
+and captured integers change from call to call, and their values buy no better code. They are passed as
+4 n + 3, which is neither 1 nor even; kernels shift it back.
 """
 
 from __future__ import annotations

@@ -58,8 +58,6 @@ class Mod:
     back: `grad` without additions to dcaps
     loads: number of axes of a score tile (q, kv) on which addresses of loads from `tensors` depend: 0 if only
         on b and h, 2 if each score loads another value
-    rows: indices of the tensors whose last dimension is read along q or kv, for which kernels use the
-        alignment of the other strides
     """
 
     digest: str
@@ -72,7 +70,6 @@ class Mod:
     graph: fx.GraphModule | None
     back: JITFunction | None = None
     loads: int = 2
-    rows: tuple[int, ...] = ()
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         """Call the torch form with the current captures, so that a Mod is a mask_mod or score_mod in
@@ -113,17 +110,15 @@ class Mod:
     def caps(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
         """Return the `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then numbers.
 
-        tensors: instead of the mod's. Integers of a translated mod are opaque, see
-        :mod:`tritoncp.core.opaque_integers`, but strides of last dimensions and of the tensors in `rows`
+        tensors: instead of the mod's
         """
         tensors = self.tensors if tensors is None else tensors
-        if self.graph is None:
-            return (*[_argument(x, tuple(x.shape), x.stride()) for x in tensors], *self.numbers)
-        return (*[_opaque_argument(x, i in self.rows) for i, x in enumerate(tensors)], *self.number_arguments)
+        return (*[_argument(x, tuple(x.shape), x.stride()) for x in tensors], *self.number_arguments)
 
     @property
     def number_arguments(self) -> tuple[int | float, ...]:
-        """The numbers as arguments of a kernel."""
+        """The numbers as arguments of a kernel. Integers of a translated mod are opaque, see
+        :mod:`tritoncp.core.opaque_integers`: sizes and strides as such would make kernels spill."""
         if self.graph is None:
             return self.numbers
         return tuple([opaque(n) if type(n) is int else n for n in self.numbers])
@@ -135,10 +130,8 @@ class Mod:
         accumulators of `deterministic_sum.buffer`
         """
         ranks = [g.ndim - (g.dtype is torch.int64) for g in grads]
-        shapes = [(tuple(g.shape[:rank]), g.stride()[:rank]) for g, rank in zip(grads, ranks, strict=True)]
-        if self.graph is None:
-            return tuple([_argument(g, *layout) for g, layout in zip(grads, shapes, strict=True)])
-        return tuple([_opaque_argument(g, False, *layout) for g, layout in zip(grads, shapes, strict=True)])
+        pairs = zip(grads, ranks, strict=True)
+        return tuple([_argument(g, tuple(g.shape[:rank]), g.stride()[:rank]) for g, rank in pairs])
 
     @classmethod
     def from_triton(
@@ -198,16 +191,6 @@ def _argument(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> t
     """Return (pointer, sizes, strides) of a tensor."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     return plain.view(torch.uint8) if plain.dtype is torch.bool else plain, sizes, strides
-
-
-def _opaque_argument(
-    tensor: Tensor, is_read_by_rows: bool, sizes: Sequence[int] | None = None, strides: Sequence[int] = ()
-) -> tuple[Any, ...]:
-    """Return the argument of a tensor for a translated mod. sizes, strides: default: those of the tensor"""
-    if sizes is None:
-        sizes, strides = tensor.shape, tensor.stride()
-    outer = strides[:-1] if is_read_by_rows else map(opaque, strides[:-1])
-    return _argument(tensor, tuple(map(opaque, sizes)), (*outer, *strides[-1:]))
 
 
 def _runnable(fn: JITFunction | None) -> JITFunction | None:
@@ -327,25 +310,7 @@ def _trace(
     from tritoncp.mods.translate.trace import trace_mod  # late: it imports Dynamo, which plans do not need
 
     trace = trace_mod(fn, is_score, dtype, state)
-    if trace.has_offsets:
-        constant = trace_mod(fn, is_score, dtype, state, lift_offsets=False)
-        trace = constant if _proves_more(constant, trace) else trace
     return _build(trace), _tensor_sources(trace, state.tensors)
-
-
-def _proves_more(constant: ModTrace, trace: ModTrace) -> bool:
-    """Return whether fewer indices may be negative or take 64 bits where integers in indices are constants.
-
-    An index that may be negative takes three more instructions for each pair. An example is
-    ``bias[(q_idx - kv_idx).clamp(-n, n) + n]``.
-    """
-    from tritoncp.mods.translate.emit import emit_source  # late: it imports Dynamo
-
-    try:
-        wide, narrow = (emit_source(x).source for x in (trace, constant))
-    except Untranslatable:
-        return True
-    return any(narrow.count(text) < wide.count(text) for text in ("wrap(", "tl.int64"))
 
 
 def _build(trace: ModTrace) -> Mod:
@@ -363,15 +328,15 @@ def _build(trace: ModTrace) -> Mod:
 def _build_kernels(trace: ModTrace) -> Mod:
     from tritoncp.mods.translate.emit import emit_source  # late: it imports Dynamo
 
-    source, loads, rows = emit_source(trace)
+    source, loads = emit_source(trace)
     module = source_cache.load(source)
     fn = module.score_mod if trace.is_score else module.mask_mod
     grad = module.score_grad if trace.is_score else None
     score_only = replace(trace, joint=trace.back, wants=())
-    back = source_cache.load(emit_source(score_only).source).score_grad if trace.wants else grad
+    back = source_cache.load(emit_source(score_only)[0]).score_grad if trace.wants else grad
     digest = source_cache.digest_of(f"{source}\n{_torch_form(trace)}")  # it may have many torch forms
     captures = trace.tensors, trace.numbers, trace.wants
-    return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads, rows)
+    return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads)
 
 
 def _torch_form(trace: ModTrace) -> str:

@@ -7,14 +7,14 @@ numbers, and the function's name reduced to letters, digits and dots.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate.gradient import as_sparse
-from tritoncp.mods.translate.graph_writer import GraphWriter, unpack
+from tritoncp.mods.translate.graph_writer import GraphWriter
 from tritoncp.mods.translate.index_maps import element_address
 from tritoncp.mods.translate.symbolic import (
     TRITON_NAME,
@@ -27,17 +27,8 @@ from tritoncp.mods.translate.symbolic import (
 from tritoncp.mods.translate.trace import ModTrace
 
 
-class Emitted(NamedTuple):
-    """The source of a module with `mask_mod`, or `score_mod` and `score_grad`, and its `Mod.loads` and
-    `Mod.rows`."""
-
-    source: str
-    loads: int
-    rows: tuple[int, ...]
-
-
-def emit_source(trace: ModTrace) -> Emitted:
-    """Emit the source of a mod, and of its gradient if it is a score_mod."""
+def emit_source(trace: ModTrace) -> tuple[str, int]:
+    """Return (source of a module with `mask_mod`, or `score_mod` and `score_grad`; its `Mod.loads`)."""
     writer = GraphWriter(trace)
     lines = _emit_forward(trace, writer)
     if not trace.is_score:
@@ -47,9 +38,9 @@ def emit_source(trace: ModTrace) -> Emitted:
         parts = [_emit_function("score_mod", f"score, b, h, q_idx, kv_idx, caps{scale}", lines)]
     if trace.joint is not None:
         arguments = "dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps"
-        parts.append(_emit_function("score_grad", arguments, _emit_backward(trace, trace.joint, writer.rows)))
+        parts.append(_emit_function("score_grad", arguments, _emit_backward(trace, trace.joint)))
     body = "\n\n\n".join(parts) + "\n"
-    return Emitted(_emit_header(trace, body) + body, writer.load_axes, tuple(sorted(writer.rows)))
+    return _emit_header(trace, body) + body, writer.load_axes
 
 
 def _emit_function(name: str, arguments: str, lines: list[str]) -> str:
@@ -90,7 +81,7 @@ def _emit_forward(trace: ModTrace, writer: GraphWriter) -> list[str]:
     return [*writer.lines(), f"return {text}"]
 
 
-def _emit_backward(trace: ModTrace, joint: fx.GraphModule, rows: set[int]) -> list[str]:
+def _emit_backward(trace: ModTrace, joint: fx.GraphModule) -> list[str]:
     writer = GraphWriter(trace)
     block = writer.block
     outputs: Any = joint.graph.output_node().args[0]
@@ -106,7 +97,6 @@ def _emit_backward(trace: ModTrace, joint: fx.GraphModule, rows: set[int]) -> li
                 operation = f"the gradient of captured tensor {trace.wants[place]}"
                 raise Untranslatable(operation, trace.origin, str(error)) from error
     value = block.convert(_scalar(dscore), trace.dtype)
-    writer.rows = rows  # those of the forward pass, as arguments of both are the same
     return [*writer.lines(), f"return {as_rep(value, TRITON_NAME[trace.dtype])}"]
 
 
@@ -130,8 +120,7 @@ def _scalar(value: Value | None) -> Scalar:
 def _emit_accumulate(block: Block, place: int, grad: Value) -> None:
     entries = as_sparse(grad).entries
     if entries:
-        used = {f"d{place}", f"d{place}_strides"}
-        block.lines += unpack(f"d{place}", f"dcaps[{place}]", len(entries[0].indices), used, False)
+        block.lines.append(f"d{place}, d{place}_sizes, d{place}_strides = dcaps[{place}]")
     for entry in entries:
         address, valid = element_address(block, f"d{place}", entry.indices)
         uniform = not any(index.at.axes for index in entry.indices)

@@ -71,7 +71,6 @@ class GraphWriter:
         self.values: dict[fx.Node, Value | None] = {}
         self._num_casts = 0  # number of first lines, which convert b and h
         self.load_axes = 0  # max number of axes ("q", "kv") on which the address of a load depends
-        self.rows: set[int] = set()  # captured tensors whose last dimension is read along q or kv
 
     def run(self, graph: fx.Graph) -> list[Value | None]:
         for node in graph.nodes:
@@ -87,11 +86,8 @@ class GraphWriter:
     def lines(self) -> list[str]:
         """Return the emitted lines, after lines that unpack the captures they use."""
         used = set(re.findall(r"\w+", "\n".join(self.block.lines)))
-        unpacked = [
-            line
-            for i, tensor in enumerate(self.trace.tensors)
-            for line in unpack(f"t{i}", f"caps[{i}]", tensor.ndim, used, i in self.rows)
-        ]
+        names = ([f"t{i}", f"t{i}_sizes", f"t{i}_strides"] for i in range(len(self.trace.tensors)))
+        unpacked = [f"{', '.join(own)} = caps[{i}]" for i, own in enumerate(names) if used & {*own}]
         lines = self.block.lines
         return [*lines[: self._num_casts], *unpacked, *lines[self._num_casts :]]
 
@@ -148,8 +144,6 @@ class GraphWriter:
             text = f"tl.load({address}, mask={valid}, other=0)" if valid else f"tl.load({address})"
             axes = NO_AXES.union(*(index.at.axes for index in indices))
             self.load_axes = max(self.load_axes, len(axes & {"q", "kv"}))
-            if len(axes) == 2 and len(indices[-1].at.axes) == 1:
-                self.rows.add(place)
             if tensor.dtype is torch.bool:
                 text = as_flag(f"{text} != 0", axes)
             name = self.block.name(text, f"t{place}_value")
@@ -304,19 +298,6 @@ class GraphWriter:
             return a
 
         return rule, [i for i in inputs[:3] if i is not None]
-
-
-def unpack(name: str, argument: str, ndim: int, used: set[str], is_read_by_rows: bool) -> list[str]:
-    """Return the lines that unpack a captured tensor, or the buffer of its gradient, for the names in use."""
-    sizes, strides = f"{name}_sizes", f"{name}_strides"
-    if not used & {name, sizes, strides}:
-        return []
-    lines = [f"{name}, {sizes}, {strides} = {argument}"]
-    if sizes in used:
-        lines.append(f"{sizes} = integers({sizes})")
-    if strides in used and ndim > 1 and not is_read_by_rows:
-        lines.append(f"{strides} = outer_strides({strides})")
-    return lines
 
 
 def _options(node: fx.Node, num_operands: int) -> dict[str, Any]:

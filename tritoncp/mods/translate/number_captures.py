@@ -22,24 +22,20 @@ _NUMBER_OPS = frozenset(
     | {"eq", "ne", "lt", "le", "gt", "ge", "where", "scalar_tensor", "full"}
     | {"bitwise_and", "bitwise_or", "bitwise_xor"}
 )
-_DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 
-def lift_numbers(
-    graph: fx.Graph, captured: Sequence[int | float], lift_offsets: bool
-) -> tuple[tuple[int | float, ...], bool]:
-    """Replace constants that are captured numbers by inputs n0, n1, ...; return these numbers in order, and
-    whether integers in addresses of captured tensors are among them.
+def lift_numbers(graph: fx.Graph, captured: Sequence[int | float]) -> tuple[int | float, ...]:
+    """Replace constants that are captured numbers by inputs n0, n1, ...; return these numbers in order.
 
-    lift_offsets: whether such integers may be. Those that divide never are: a division by an argument takes
-    ten times as long as one by a constant.
+    Integers in addresses of captured tensors remain constants, mostly sizes and offsets: as arguments, they
+    made dK/dV of a learned table spill (16 bytes, 128 channels, sm_90).
 
     Equal numbers have an input each if their operations name other operands, so that a graph does not depend
     on which numbers are equal.
     """
     inputs: dict[tuple[Any, ...], fx.Node] = {}
     addresses, values = _address_nodes(graph), {(type(number), repr(number)) for number in captured}
-    last_input, has_offsets = [node for node in graph.nodes if node.op == "placeholder"][-1], False
+    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.nodes) if values else ():
         operands = node.meta.get("operands", Operands())
         for place, constant in enumerate(node.args):
@@ -48,19 +44,17 @@ def lift_numbers(
                 continue
             if not operands.may_be_captured(constant):
                 continue
-            is_offset = type(constant) is int and node in addresses
-            if is_offset and (not lift_offsets or _operation(node) in _DIVISIONS):
+            if type(constant) is int and node in addresses:
                 continue
             if not _takes_number(node, place, constant):
                 continue
-            has_offsets |= is_offset
             key = (*value, operands.names)
             if key not in inputs:
                 with graph.inserting_after(last_input):
                     last_input = inputs[key] = graph.placeholder(f"n{len(inputs)}")
                 last_input.meta["number"] = constant
             node.update_arg(place, inputs[key])
-    return tuple([node.meta["number"] for node in inputs.values()]), has_offsets
+    return tuple([node.meta["number"] for node in inputs.values()])
 
 
 def _address_nodes(graph: fx.Graph) -> set[fx.Node]:

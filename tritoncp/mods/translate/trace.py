@@ -66,7 +66,6 @@ class ModTrace:
     name, origin: name and file:line of the function, for messages
     dtype: dtype of scores
     constants: indices in `tensors` of the constant tensors that the function makes
-    has_offsets: whether integers in indices are among the numbers
     """
 
     name: str
@@ -80,27 +79,23 @@ class ModTrace:
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
     constants: tuple[int, ...]
-    has_offsets: bool
 
 
-def trace_mod(
-    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState, lift_offsets: bool = True
-) -> ModTrace:
-    """Trace `fn`, and replace constants of the graph that are captured numbers by inputs. lift_offsets: also
-    integers in indices"""
+def trace_mod(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState) -> ModTrace:
+    """Trace `fn`, and replace constants of the graph that are captured numbers by inputs."""
     device = _device(state.tensors)
     recorder = _Recorder(fn)
     leaves, own_gradients = _record(fn, is_score, dtype, device, recorder)
     graph, tensors = recorder.graph, recorder.tensors
     make_pure(graph, origin(fn))
-    numbers, has_offsets = lift_numbers(graph, state.numbers, lift_offsets)
+    numbers = lift_numbers(graph, state.numbers)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(leaves) if leaf is t}
     forward, joint, back = split_outputs(graph, is_score, list(grads.values()))
     forward.meta["own_gradients"] = own_gradients, back
     constants = tuple(recorder.constants)
     return ModTrace(
         describe(fn), origin(fn), is_score, dtype, forward, joint, back, tuple(tensors), numbers,
-        tuple(grads), constants, has_offsets,
+        tuple(grads), constants,
     )  # fmt: skip
 
 

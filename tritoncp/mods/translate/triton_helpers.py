@@ -30,27 +30,6 @@ def integer(argument):
 
 
 @triton.jit
-def integers(arguments):
-    """The integers for which a tuple of arguments stands."""
-    values = ()
-    for I in tl.static_range(len(arguments)):
-        values = values + (integer(arguments[I]),)  # noqa: RUF005 - Triton unpacks no tuple
-    return values
-
-
-@triton.jit
-def outer_strides(arguments):
-    """Strides, of which all but the last are opaque."""
-    values = ()
-    for I in tl.static_range(len(arguments)):
-        if len(arguments) > I + 1:
-            values = values + (integer(arguments[I]),)  # noqa: RUF005
-        else:
-            values = values + (arguments[I],)  # noqa: RUF005
-    return values
-
-
-@triton.jit
 def flag(condition):
     """Convert a comparison of scalars to int1; in the interpreter it has the type of its operands."""
     return tl.where(condition, tl.full((), True, tl.int1), tl.full((), False, tl.int1))
