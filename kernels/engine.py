@@ -32,6 +32,7 @@ from tritoncp.kernels.routes.route_check import verify_route
 from tritoncp.kernels.scores import Closure, Origin
 from tritoncp.kernels.tile_rules import (
     FEW,
+    RESCALED_CHANNELS,
     Config,
     architecture,
     copies,
@@ -333,7 +334,8 @@ class TritonEngine:
         config = tiling.config
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
         widest = 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config)
-        qk, vo = channels(q.shape[3], widest), channels(v.shape[3], widest)
+        qk = channels(q.shape[3], widest)
+        vo = channels(v.shape[3], RESCALED_CHANNELS if kind == "specialized" else widest)
         sums_values = kind == "forward" or flags.get("RESULTS") == "dv"
         ragged = streamed.ragged(tile, bool(tables.window))
         args = (
@@ -349,6 +351,7 @@ class TritonEngine:
                 "SUM": qk if sums_values else channel_range(qk, *part),
                 "RULE": MaskRule(tables.has_masked, tables.bounded, ragged),
                 "PRECISION": self.options.get("PRECISION", "ieee"),
+                "SPECIALIZE": kind == "specialized",
             }
         )
         if by_keys:
@@ -360,9 +363,9 @@ class TritonEngine:
             slots, tiles, heads, heads // kv_heads * section, q.shape[0],
             has_sections=kv_heads > SHARED_HEADS,
         )  # fmt: skip
-        entries = streamed.descriptors(tile) if config.USE_TMA else []
+        entries = streamed.descriptors(tile, qk, vo) if config.USE_TMA else []
         if kind == "fused" and config.USE_TMA and not INTERPRETED and copyable(tensors["dq"]):
-            entries += descriptor_entries("dq", tensors["dq"], tile)
+            entries += descriptor_entries("dq", tensors["dq"], tile, qk)
         return Recipe(grid, args, config, entries)
 
 

@@ -137,10 +137,13 @@ def forward_kernel(
     LOAD_STATE: tl.constexpr,
     STORE_STATE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPECIALIZE: tl.constexpr,  # by warps: some copy, one multiplies, others compute
 ):
     """Attend a tile of queries, of one head or of PACK heads, to the keys that it sees."""
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     tl.static_assert(BLOCK_M >= 16 and BLOCK_N >= 16)
+    # Only copies by descriptor are left to warps of their own.
+    tl.static_assert(not SPECIALIZE or k_desc0 is not None)
     EVEN: tl.constexpr = KV_LAYOUT.BLOCK % BLOCK_N == 0
     # exp2(s * C - m): units, and without a score_mod a positive scale, cost no instruction of their own.
     FOLD: tl.constexpr = (score_mod.fn is None) and (SCALE > 0)
@@ -175,7 +178,7 @@ def forward_kernel(
             CHECK: tl.constexpr = not EVEN if FULL else RULE.RAGGED
             tiles = run_tiles(tables.rows, i_run, tile, tables.kv_slots, Q_LAYOUT.TILE, KV_LAYOUT, FULL)
             tiles, share = share_run(tiles, share, splits)
-            for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
+            for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True, warp_specialize=SPECIALIZE):
                 kv = locate_tile(tables.kv_slots, i_b, skip_cut(tiles, i_t), KV_LAYOUT)
                 kv_rows = head_rows(i_b, i_hkv, kv, o_n)
                 b_k = stream_pieces(keys, kv_rows, QK, CHECK)  # [N, D]

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tritoncp.core.opaque_integers import opaque
 from tritoncp.kernels.scores import Closure
-from tritoncp.kernels.tile_rules import Config, pieces
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.kernels.tile_runs import Interval, Rows, SideLayout, Slots, StepTables
-from tritoncp.kernels.tiles import copyable, descriptors
+from tritoncp.kernels.tiles import Channels, copyable, descriptors
 
 NO_FUNCTION = Closure(None)
 
@@ -84,9 +84,10 @@ class StreamedTensors(NamedTuple):
         """Count the bytes of one batch row."""
         return sum(x[:1].numel() * x.element_size() for x in self.tensors.values())
 
-    def descriptors(self, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
-        """The descriptors of all tensors, in the form of Recipe.descriptors."""
-        return [entry for name, x in self.tensors.items() for entry in descriptor_entries(name, x, tile)]
+    def descriptors(self, tile: int, *dims: Channels) -> list[tuple[str, str, dict[str, Any]]]:
+        """The descriptors of all tensors, in the form of Recipe.descriptors. dims: the channels of each"""
+        both = zip(self.tensors.items(), dims, strict=True)
+        return [entry for (name, x), dim in both for entry in descriptor_entries(name, x, tile, dim)]
 
 
 def streamed_tensors(tables: Any, tensors: dict[str, Tensor], by_keys: bool) -> StreamedTensors:
@@ -105,9 +106,11 @@ def streamed_tensors(tables: Any, tensors: dict[str, Tensor], by_keys: bool) -> 
     return StreamedTensors({name: tensors[name] for name in names}, block, rows, ends)
 
 
-def descriptor_entries(name: str, x: Tensor, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
+def descriptor_entries(
+    name: str, x: Tensor, tile: int, dim: Channels
+) -> list[tuple[str, str, dict[str, Any]]]:
     """The descriptors of tiles of x [B, H, S, D], in the form of Recipe.descriptors."""
-    numbered = enumerate(descriptors(x, tile, pieces(x.shape[3])[:2]))
+    numbered = enumerate(descriptors(x, tile, (dim.first, dim.second)))
     return [(f"{name}_desc{piece}", name, vars(desc) | {"base": None}) for piece, desc in numbered if desc]
 
 

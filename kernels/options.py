@@ -35,7 +35,7 @@ OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV", "determin
 PINNED = {"FUSED_BACKWARD": False, "PACK_GQA": False, "ROUTE": "loops", "SPLIT_KV": 1, "USE_TMA": False}
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 WRONG_ROUTE = "its results are not those of 'loops'"  # result of `route_check.verify_route`
-ROUTES = ("loops", "gluon")  # of the forward pass; the first is the default
+ROUTES = ("loops", "gluon", "specialized")  # of the forward pass; the first is the default
 # Options of torch's kernels that have no effect here: (torch's default, which is accepted silently, or None;
 # the values that torch accepts, or () for whole numbers).
 LEFT_OUT: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -206,7 +206,8 @@ def choose(request: TileRequest, options: dict[str, Any]) -> Config:
     by tensor descriptor or not. A tile larger than the mask's block becomes the block; without ``tma`` no
     tile is copied by descriptor, in spite of the options. ROUTE selects the forward kernels: "loops" (the
     default) is one launch with a loop over masked and one over full blocks; "gluon" is one launch whose
-    groups of warps take turns. If a route is not available, a warning names the reason, and "loops" runs.
+    groups of warps take turns; "specialized" is "loops" with roles for warps. If a route is not available, a
+    warning names the reason, and "loops" runs.
     (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
     """
     transposes = multiplies_transposed(request.arch)

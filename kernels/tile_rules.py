@@ -13,7 +13,7 @@ from tritoncp.core.environment import cpu_target
 from tritoncp.kernels.toolchain import multiplies_transposed
 
 PASSES = ("forward", "dq", "dkdv")
-KINDS = (*PASSES, "few", "fused", "gluon")  # of tiles
+KINDS = (*PASSES, "few", "fused", "gluon", "specialized")  # of tiles
 MAX_HEAD_DIM, MAX_V_HEAD_DIM = 576, 512  # of q and k, and of v
 
 
@@ -111,6 +111,11 @@ def widest_piece(arch: str, dim: int, tile: Config) -> int:
     syncs = arch != "interpreter" and family(arch) in ("sm_80", "sm_86")
     halved = syncs and 16 * tile.num_warps <= tile.BLOCK_M and 32 < dim <= 128
     return 1 << ((dim - 1).bit_length() - 1) if halved else 128
+
+
+# Max width of a piece of values where specialized warps rescale acc, to which Triton gives 88 registers
+# (without: forward of 128 channels spills 464 bytes, sm_100).
+RESCALED_CHANNELS = 64
 
 
 def sum_parts(arch: str, dim: int) -> int:
@@ -272,6 +277,8 @@ _RULES: dict[str, _Tiles] = {
             576: Config(128, 32, 8, 1),
         },
         "forward, heavy": {128: Config(128, 32, 4, 2)},  # 1352 bytes
+        "specialized": {128: Config(128, 128, 4, 1)},  # with more stages: 8 to 16 bytes
+        "specialized, heavy": {128: Config(128, 64, 4, 1)},  # 328 bytes, and 2696 of 64 channels
         "few": {
             64: Config(64, 64, 4, 4),
             128: Config(64, 64, 4, 3),

@@ -24,6 +24,7 @@ from tritoncp.kernels.forward import Results
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.opaque_integers import integer
 from tritoncp.kernels.program_order import locate_program
+from tritoncp.kernels.routes.obstacles import find_obstacles
 from tritoncp.kernels.scores import (
     LOG2E,
     Queries,
@@ -38,7 +39,6 @@ from tritoncp.kernels.tile_rules import architecture
 from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles, skip_cut
 from tritoncp.kernels.tiles import (
     HeadRows,
-    copyable,
     descriptors,
     head_pointer,
     load_stat,
@@ -447,32 +447,17 @@ def launch(engine: "TritonEngine", step: Any) -> Launch:
 
 def obstacles(engine: "TritonEngine", step: Any) -> Iterator[str]:
     """Reasons why a step cannot take the route in Gluon."""
-    q, k, v, tables = step[:4]
-    arch, dims = engine.arch or architecture(q.device), {q.shape[3], v.shape[3]}
+    arch = engine.arch or architecture(step.q.device)
     if arch == "interpreter" and "ROUTE" in engine.options:
         raise ValueError("ROUTE='gluon' is for GPUs and cannot be interpreted; leave it out on a CPU")
     if arch != "sm_90":
         yield f"its instructions are those of sm_90, and this is {arch}"
         return
-    if q.dtype.itemsize != 2:
-        yield f"it multiplies numbers of 16 bits, and q is {q.dtype}"
-    elif not dims <= {64, 128}:
-        yield f"it takes head dims of 64 and 128, and has {', '.join(map(str, sorted(dims)))}"
-    else:
-        config = engine.config("gluon", q, v, tables)
-        if (config.BLOCK_M, config.num_warps) != (
-            128,
-            4,
-        ) or config.num_stages < 2:
-            yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
-        if tables.kv_block % config.BLOCK_N or not 64 <= config.BLOCK_N <= 128:
-            yield f"it takes tiles of 64 or 128 keys that divide blocks of {tables.kv_block}"
-    if engine.mods.score.fn or tables.mask == "mod":
+    if engine.mods.score.fn or step.tables.mask == "mod":
         yield "it runs no score_mod or mask_mod, whose values have no layouts in Gluon"
     if not engine.scale > 0:
         yield f"the scale is folded into the exponent, and {engine.scale} is not positive"
-    if not (copyable(q) and engine.streams(k, v, tables)):
-        yield "q, k or v has strides, an address or ends of slots that rule out tensor descriptors"
+    yield from find_obstacles(engine, "gluon", step, 2)
 
 
 def laid_out(desc: Any) -> TensorDescriptor:

@@ -12,6 +12,7 @@ import torch
 
 from tests.cases import Case, check
 from tests.conftest import COMPILED
+from tritoncp.executor import compiled_kernels
 from tritoncp.kernels.engine import RequestedRouteWarning
 from tritoncp.kernels.toolchain import fused_fault
 
@@ -67,6 +68,17 @@ GLUON = {
     "once around its rings": replace(ROUTE, group=1, mask=("everything", 0), length=100, kv_length=700),
     "full tiles, then masked ones": replace(ROUTE, group=1, mask=("prefix", 550), length=100, kv_length=600),
 }
+# Three tiles of queries and of keys. In 128 channels, sums are rescaled in two pieces.
+SPLIT = replace(ROUTE, options={"ROUTE": "specialized"}, group=1, length=300, kv_length=300)
+SPECIALIZED = {
+    "causal": replace(SPLIT, dims=(128, 128), group=2),
+    "everything": replace(SPLIT, mask=("everything", 0), score="softcap", dims=(64, 128), dtype=F16),
+    "documents": replace(SPLIT, mask=("causal documents of rows", 6), batch=2, score="alibi"),
+    "window": replace(SPLIT, mask=("window", 31), dims=(128, 64), layout="heads inside"),
+    "hidden rows": replace(SPLIT, mask=("hidden rows", 2), score="hides", sinks=True),
+    "a bias of keys": replace(SPLIT, score="bias of keys", dims=(128, 128)),  # loaded for each score
+    "ring": replace(SPLIT, world=2, schedule="ring", balancer="ptrr", length=512, kv_length=512),
+}
 
 
 @pytest.mark.parametrize(
@@ -106,3 +118,17 @@ def test_gluon(name: str) -> None:
     Its kernel is written for Hopper: other GPUs take the loops, and say so."""
     with route_is_taken() if COMPILED == "sm_90" else pytest.warns(RequestedRouteWarning, match="loops"):
         check(GLUON[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SPECIALIZED)
+def test_specialized(name: str) -> None:
+    """Warps with roles of their own, in several orders. Only Blackwell has the route: other GPUs take the
+    loops, and say so."""
+    taken = COMPILED == "sm_100"
+    for seed in (None, 1, 2) if taken else (None,):
+        with (
+            route_is_taken() if taken else pytest.warns(RequestedRouteWarning, match="loops"),
+            compiled_kernels(COMPILED, seed),
+        ):
+            check(SPECIALIZED[name])

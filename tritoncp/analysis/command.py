@@ -15,8 +15,12 @@ from tritoncp.command_base import JOBS, Seconds
     "--arch", "archs", multiple=True, metavar="NAME", help="sm_90, gfx942, ... [default: all shipped]"
 )
 @click.option(
-    "--kernel", "kernels", multiple=True, metavar="NAME", help="forward, delta, dq, dkdv, fused, gluon."
-)
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="NAME",
+    help="forward, delta, dq, dkdv, fused, gluon, specialized.",
+)  # fmt: skip
 @click.option("--head-dim", "dims", multiple=True, type=int, help="64, 96, 128, ...")
 @click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="bfloat16, float16, float32.")
 @click.option(

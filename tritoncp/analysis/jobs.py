@@ -167,8 +167,8 @@ class Job:
 
     kernel: one of KERNELS; "fused": dK/dV with dQ in one kernel; "few": forward with tiles for few query rows
         (variant "few" or "decode"); "combine": the launch after "few" if keys are split over several CTAs;
-        "sums": the one after "dkdv" of single keys; "gluon": the Gluon route; "dk", "dv": launches of "dkdv"
-        with more than 256 channels
+        "sums": the one after "dkdv" of single keys; "gluon", "specialized": routes; "dk", "dv": launches of
+        "dkdv" with more than 256 channels
     variant: key of VARIANTS, for the state and options of the launch; "": the launch of a call on one device
     config: the tiles; None: the built-in default
     source: origin of a config other than the default

@@ -17,6 +17,7 @@ from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
 from tritoncp.command_base import make_console
 from tritoncp.core.versions import installed_version, minor_of
+from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import PASSES, Config, copies, family, fuses, widest_route
 from tritoncp.measured_tiles import tile_tables
 from tritoncp.perf.progress import Progress
@@ -25,7 +26,7 @@ Row = dict[str, Any]
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = tile_tables.SHIPPED / "resources.json"
-MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
+MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")  # other routes have no mask_mod
 COLUMNS = ("registers", "spill_bytes", "shared_bytes", "matrix", "tma")
 WIDE = (320, 384, 448, 512, 576)  # head dims above 256 of shipped rows; 576 with values of 512
 SELECTED_WIDE = (512, 576)  # of latent attention, absorbed, without and with its rotary part
@@ -44,7 +45,7 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     that are split, float16 and float32 with the kind of mask that needs the max number of registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (159, 523)
+    (159, 534)
     """
     jobs = []
     for arch in archs:
@@ -56,11 +57,11 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
             jobs += [step_job("forward", arch, dim, variant=mask) for mask in ("few", "decode")]
             jobs.append(step_job("combine", arch, dim, variant="few"))
             jobs += [step_job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]
-            if dim <= widest_route(arch, "gluon"):
-                jobs += [step_job("gluon", arch, dim, variant=mask) for mask in MASKS if mask != "mask_mod"]
+            routes = [route for route in ROUTES[1:] if dim <= widest_route(arch, route)]
+            jobs += [step_job(name, arch, dim, variant=mask) for mask in MASKS[:-1] for name in routes]
         jobs += [step_job(name, arch, dim) for dim in (96, 192) for name in passes]
         jobs += [step_job(name, arch, 128, "float16") for name in passes]
-        jobs += [step_job("gluon", arch, 128, "float16")] if widest_route(arch, "gluon") else []
+        jobs += [step_job(name, arch, 128, "float16") for name in ROUTES[1:] if widest_route(arch, name)]
         jobs += [step_job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
         if not arch.startswith("gfx"):
             jobs += [step_job(name, arch, dim) for dim in WIDE for name in ("forward", "dq", "dv", "dk")]
@@ -157,8 +158,8 @@ def origin() -> dict[str, str]:
 
 
 def _is_kernel(function: ast.FunctionDef) -> bool:
-    decorators = map(ast.unparse, function.decorator_list)
-    return any(decorator.endswith(("jit", "constexpr_function")) for decorator in decorators)
+    decorators = [x.func if isinstance(x, ast.Call) else x for x in function.decorator_list]
+    return any(ast.unparse(x).endswith(("jit", "constexpr_function")) for x in decorators)
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
