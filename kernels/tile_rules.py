@@ -387,11 +387,11 @@ def selected(kind: str, arch: str, rows: int, head_dim: int, dtype: torch.dtype)
         return Config(tile, keys, 4, 2) if head_dim <= 128 else Config(tile, 16, 8, 2)
     warps = max(tile // 16, least)
     keys = 64 if head_dim <= 128 and tile > 16 else 32
-    narrow = {
+    spills = {
         "sm_90": kind == "forward" and head_dim > 128,
         "sm_100": kind == "forward" or (head_dim <= 64 and tile == 16),
     }
-    limit = 256 if narrow.get(family(arch)) else None  # 8 bytes without
+    limit = 256 if spills.get(family(arch)) else None  # 8 bytes without
     return Config(tile, keys, warps, 2, maxnreg=limit)
 
 

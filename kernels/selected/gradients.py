@@ -53,9 +53,8 @@ def order_row(order, i_b, i_hs, first):
 def entry_rows(lists, order, i_b, i_part, o_chunk, i_entry, o_n, m_n):
     """Where the partial sums of entries lie. i_entry: the first of them, counted in the chunk"""
     b_slot = tl.load(order.slots + o_chunk * integer(order.entries) + i_entry + o_n, mask=m_n, other=0)
-    offsets = tl.where(m_n, b_slot, integer(order.entries)).to(
-        tl.int64
-    )  # times channels they may exceed 31 bits
+    # Times channels, offsets may exceed 31 bits.
+    offsets = tl.where(m_n, b_slot, integer(order.entries)).to(tl.int64)
     return HeadRows(i_b, i_part, i_part, tl.full([], 0, tl.int32), offsets, integer(order.entries))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tritoncp.core.opaque_integers import LARGE, SMALL
+from tritoncp.core.opaque_integers import LARGE, SHIFT, SMALL
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate import gradient
 from tritoncp.mods.translate.graph_passes import decompose
@@ -116,7 +116,7 @@ class GraphWriter:
             return Scalar(text, torch.float32, "float32", weak=True)
         is_small = -SMALL <= number < SMALL
         bits, most = (32, SMALL) if is_small else (64, LARGE)
-        text = self.block.name(f"tl.cast(integer(caps[{place}]), tl.int{bits})", name)
+        text = self.block.name(f"tl.cast(caps[{place}] >> {SHIFT}, tl.int{bits})", name)
         interval = IntegerRange(-most, -1) if number < 0 else IntegerRange(0, most - 1)
         return Scalar(text, torch.int64, f"int{bits}", interval, weak=True)
 

@@ -68,14 +68,10 @@ def _address_nodes(graph: fx.Graph) -> set[fx.Node]:
     return nodes
 
 
-def _operation(node: fx.Node) -> str:
-    """Return the name of an aten operation, "" for other nodes."""
-    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "").rstrip("_")
-
-
 def _takes_number(node: fx.Node, key: int, number: int | float) -> bool:
     """Return whether this argument of an operation may be a kernel argument."""
-    name = _operation(node)
+    packet = getattr(node.target, "overloadpacket", None)
+    name = getattr(packet, "__name__", "").rstrip("_")
     if name not in _NUMBER_OPS or key > 2 or (isinstance(number, float) and number != number):
         return False
     if name in ("scalar_tensor", "full") and key != (0 if name == "scalar_tensor" else 1):

@@ -12,21 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tritoncp.core.opaque_integers import SHIFT
-
 if triton.knobs.runtime.interpret:
     from tritoncp.mods.translate.interpreted_libdevice import libdevice
 else:
     from triton.language.extra import libdevice
-
-
-_SHIFT: tl.constexpr = tl.constexpr(SHIFT)
-
-
-@triton.jit
-def integer(argument):
-    """The integer for which an opaque argument stands, see `tritoncp.core.opaque_integers`."""
-    return argument >> _SHIFT
 
 
 @triton.jit
