@@ -27,11 +27,14 @@ pytest := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 	$(pytest) $(ARGS)
 
-# Without files that compile graphs, start processes, draw pictures or run many interpreted kernels.
+# With fewer drawn cases, and without files that compile graphs, start processes, draw pictures or run many
+# interpreted kernels, and mistakes that import transformers.
 slow := graph/test_dynamo* report/* $(addprefix api/test_,layout.py log_lines.py parallel.py reshard.py roll.py \
-	trees.py) $(addprefix call/test_,autograd.py call_modes.py expand.py modes_around_calls.py)
+	trees.py) $(addprefix call/test_,autograd.py call_modes.py expand.py modes_around_calls.py) call/selected/test_probabilities.py
 quick: $(VENV)/.dev-ready ## tests of plans, masks, the CPU engine and calls: before a commit
-	$(pytest) tests/planning tests/masks tests/cpu tests/graph tests/call tests/api $(foreach file,$(slow),--ignore-glob='*/$(file)') $(ARGS)
+	$(pytest) --hypothesis-profile=quick tests/planning tests/masks tests/cpu tests/graph tests/call tests/api \
+		$(foreach file,$(slow),--ignore-glob='*/$(file)') \
+		--deselect='tests/call/test_checks.py::test_a_mistake_raises_an_error_with_a_remedy[transformers' $(ARGS)
 
 scorecard: $(VENV)/.dev-ready ## the tests that prove the rows of docs/scorecard.md, and what was seen
 	$(pytest) -q -p tests.scorecard -m "bar and not nightly" $(ARGS)

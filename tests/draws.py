@@ -1,5 +1,5 @@
-"""Draws of hypothesis: 40 of each law, 150 with ``--hypothesis-profile=wide``, as of laws marked long in
-``make test-all``; and pairs of values, some of them only for ``make test-all``."""
+"""Draws of hypothesis: 40 of each law, 20 in ``make quick``, 150 of laws marked long in ``make test-all``; and
+pairs of values, some of them only for ``make test-all``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hypothesis import settings
 
 
 def register() -> None:
-    """Register both profiles, and load the narrow one; pytest loads another by its option."""
+    """Register the profiles, and load the usual one; ``pytest --hypothesis-profile`` loads another."""
     settings.register_profile("tritoncp", deadline=None, derandomize=True, max_examples=40)
+    settings.register_profile("quick", settings.get_profile("tritoncp"), max_examples=20)
     settings.register_profile("wide", settings.get_profile("tritoncp"), max_examples=150)
     settings.load_profile("tritoncp")
 
