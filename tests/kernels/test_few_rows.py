@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 import tritoncp
+from tests.device import DEVICE, LONG, ON_GPU, REPEATS
 from tests.kernels.support.harness import (
     F32,
     F64,
@@ -36,6 +37,7 @@ from tritoncp.call.engine_factory import ENGINES
 from tritoncp.kernels import engine, tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods, count_tiles
+from tritoncp.kernels.tile_rules import architecture
 from tritoncp.masks.mask import create_block_mask
 from tritoncp.mods import Mod
 from tritoncp.planning.step_tables import ForwardStep
@@ -140,8 +142,23 @@ def test_packed_rows_have_the_results_of_single_rows() -> None:
 @pytest.mark.bits
 def test_shared_keys_give_the_same_bits_every_time() -> None:
     x, mask = qkv(ROWS, KEYS), MASKS["window"]()
-    same(answers(x, mask, SPLIT_KV=3, **TILE), answers(x, mask, SPLIT_KV=3, **TILE))
+    first = answers(x, mask, SPLIT_KV=3, **TILE)
+    for _ in range(REPEATS):
+        same(answers(x, mask, SPLIT_KV=3, **TILE), first)
     same(answers(x, mask, SPLIT_KV=1, **TILE), answers(x, mask, **TILE))
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_few_rows_of_the_rule_equal_dense_attention(rows: int) -> None:
+    """On a GPU its multiprocessors share the keys of a row, and four heads are one tile."""
+    x = qkv(rows, 2 * LONG, heads=4, kv_heads=1, dim=128, dtype=torch.bfloat16)
+    mask = create_block_mask(sliding_window(-1, 2 * LONG - rows), 1, 1, rows, 2 * LONG)
+    args = launch(rows, 4, 1, mask, arch=architecture(DEVICE), keys=2 * LONG, device=str(DEVICE)).args
+    assert (args["PACK"], (args["splits"] or 1) > 1) == ((4, True) if ON_GPU else (1, False))
+    first = answers(x, mask)
+    right(first, x, mask)
+    for _ in range(REPEATS):
+        same(answers(x, mask), first)
 
 
 @pytest.mark.bits
@@ -210,7 +227,7 @@ def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str 
     """Prepare the kernel launch for this architecture, of queries from ``first`` on; the first of two."""
     x = [torch.empty(batch, n, s, 128, dtype=dtype, device=device)
          for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]  # fmt: skip
-    tables = single(mask or full_mask(rows, keys)).tables("cpu", batch, heads)
+    tables = single(mask or full_mask(rows, keys)).tables("cpu" if device == "meta" else device, batch, heads)
     tables = replace(tables, q_first=first) if first else tables
     out, lse = torch.empty_like(x[0]), torch.empty(batch, heads, rows, dtype=F32, device=device)
     return TritonEngine(Mods(), 1.0, options, arch=arch).forward(ForwardStep(*x, tables, out, lse)).parts[0]
