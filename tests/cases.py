@@ -251,6 +251,7 @@ def agree(case: Case, got: Answers, want: Answers) -> None:
         statistic = name in ("lse", "max_scores")
         dtype = torch.promote_types(case.dtype, torch.float32) if statistic else case.dtype
         assert value.shape == exact.shape and value.dtype == dtype, f"{name}: {value.dtype} {value.shape}"
+        assert value.device == exact.device, f"{name} is on {value.device}"
         finite = exact[exact.isfinite()].abs()
         limit = tolerance(dtype, name) * max(1.0, float(finite.max()) if finite.numel() else 0.0)
         error = torch.where(value.double() == exact, 0, (value.double() - exact).abs())

@@ -33,6 +33,7 @@ ONE_STEP = {
     "hidden rows": replace(CALL, mask=("hidden rows", 2), score="hides", sinks=True),
     "wide": replace(CALL, dims=(192, 128), score="slopes", scale=-0.2, group=1),
     "widest": replace(CALL, dims=(256, 256), group=1),
+    "a graph": replace(CALL, compiled=True, score="slopes", group=1),
     "narrow": replace(SHORT, dims=(16, 16), mask=("prefix", 40)),
     "no descriptors": replace(CALL, layout="one channel"),
     "odd blocks": replace(CALL, group=1, block=100, mask=("prefix", 130)),
@@ -56,6 +57,7 @@ RANKS["ring, forward"] = replace(RANKS["ring"], loss="forward")
 FIRST = "causal", "split keys"
 TRANSPOSED = {
     "fused": replace(CALL, options={"FUSED_BACKWARD": True}),
+    "fused, more channels": replace(CALL, dims=(128, 128), options={"FUSED_BACKWARD": True}),
     "flip": replace(CALL, length=300, kv_length=300, group=1, options={"bwd_FLIP": True}),
 }
 # Three tiles of queries and of keys. In 128 channels, sums are rescaled in two pieces.
