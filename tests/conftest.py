@@ -82,10 +82,9 @@ if importlib.util.find_spec("hypothesis"):
 
 # Tests of tile rules, compilers and of the executor, which take a device of their own.
 OF_NO_GPU = [f"kernels/test_{name}.py" for name in ("compiled", "offline", "tile_rules", "toolchain")]
-OF_NO_GPU += ["kernels/routes", *(f"compiled/test_{name}.py" for name in (
-    "compilations", "device", "dot", "mutants", "nightly", "page", "selected_work"
-))]  # fmt: skip
-collect_ignore = OF_NO_GPU if ON_GPU else ["gpu", *([] if COMPILED else ["compiled"])]
+OF_NO_GPU += [f"compiled/test_{name}.py" for name in ("compilations", "nightly", "selected_work")]
+OF_NO_GPU += ["kernels/routes", "executor"]
+collect_ignore = OF_NO_GPU if ON_GPU else ["gpu", *([] if COMPILED else ["compiled", "executor/compiled"])]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

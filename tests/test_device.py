@@ -26,7 +26,7 @@ def test_another_device_than_the_cpu_has_the_tests_of_calls_and_its_own() -> Non
     assert {f"tests/gpu/test_{name}.py" for name in ("copies", "uploads", "overlap")} < files
     assert {f"tests/compiled/test_{name}.py" for name in ("calls", "gluon", "selected_keys")} < files
     assert {f"tests/kernels/test_{name}.py" for name in ("backward", "cases", "forward", "smoke")} < files
-    assert not files & {"tests/compiled/test_device.py", "tests/kernels/test_tile_rules.py"}
+    assert not files & {"tests/compiled/test_nightly.py", "tests/kernels/test_tile_rules.py"}
     assert not any(name.endswith("[cpu]") or "[cpu-" in name for name in names)
 
 

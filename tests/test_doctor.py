@@ -6,11 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from tests.command_process import tritoncp
+from tests.command_process import invoke, tritoncp
 from tritoncp import doctor
-from tritoncp.cli import main
 from tritoncp.kernels.toolchain import PTXAS_PATHS, ptxas_for
 
 
@@ -53,14 +51,14 @@ def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> str:
 
 def test_doctor_names_ptxas_and_a_remedy_for_a_faulty_one(monkeypatch, tmp_path):
     variable = hopper(monkeypatch, path := str(tmp_path / "ptxas"))
-    done = CliRunner().invoke(main, ["doctor", "--json"])
+    done = invoke("doctor", "--json")
     report = json.loads(done.stdout)
     assert done.exit_code == 0 and report["problems"] == [], "advice is no failure"
     assert report["ptxas"] == {"sm_90": {"version": "12.8.93", "path": path, "origin": variable}}
     (line,) = report["advice"]
     for part in ("ptxas 12.8.93", "sm_90", "nvidia-cuda-nvcc>=13.3", f"set {variable}", "#1262"):
         assert part in line
-    output = "".join(CliRunner().invoke(main, ["doctor"]).output.split())
+    output = "".join(invoke("doctor").output.split())
     assert path in output and "advice" in output and "".join(line.split()) in output
 
 
@@ -122,5 +120,5 @@ def test_doctor_names_problems_and_remedies(versions, said, monkeypatch):
 def test_doctor_shows_any_value_of_a_variable_whole(monkeypatch):
     """Also one with markup, without an encoding, and longer than a line of a pipe."""
     monkeypatch.setenv("TRITON_ODD", f"[/bold]\udcff/{'a' * 300}/ptxas")
-    done = CliRunner(charset="ascii").invoke(main, ["doctor"])
+    done = invoke("doctor", charset="ascii")
     assert done.exit_code == 0 and f"TRITON_ODD=[/bold]\\udcff/{'a' * 300}/ptxas" in done.stdout

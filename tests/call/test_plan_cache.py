@@ -12,9 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncp
-from tritoncp import and_masks, causal, document, sliding_window
-from tritoncp.api.attention import flex_attention
-from tritoncp.api.plans import make_plan
+from tritoncp import and_masks, causal, document, flex_attention, make_plan, sliding_window
 from tritoncp.call import check_arguments, check_shards, engine_factory, mask_source, plan_cache
 from tritoncp.call.plan_cache import plan_in_order
 from tritoncp.call.read import ShardSizes

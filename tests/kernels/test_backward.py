@@ -11,8 +11,7 @@ from torch.nn.attention import flex_attention as flex
 import tritoncp
 from tests.device import REPEATS, TOKENS
 from tests.kernels.support.harness import F32, F64, QKV, check, close, cotangents, oracle, qkv, run, same
-from tritoncp import and_masks, causal, document, full_mask
-from tritoncp.masks import create_block_mask
+from tritoncp import and_masks, causal, create_block_mask, document, full_mask
 
 CAUSAL = create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32)
 

@@ -5,12 +5,11 @@ import torch
 
 from tests.device import REPEATS
 from tests.kernels.support.harness import MASKS, QKV, check, cotangents, engine_of, qkv, run, same, single
-from tritoncp import Mask, causal
+from tritoncp import Mask, causal, create_block_mask
 from tritoncp.core.records import replace
 from tritoncp.kernels import engine
 from tritoncp.kernels.operands import streamed_tensors
 from tritoncp.kernels.tiles import copyable, descriptors
-from tritoncp.masks import create_block_mask
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 

@@ -32,13 +32,12 @@ from tests.kernels.support.harness import (
     same,
     single,
 )
-from tritoncp import and_masks, causal, document, full_mask, sliding_window
+from tritoncp import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.call.engine_factory import ENGINES
 from tritoncp.kernels import engine, tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods, count_tiles
 from tritoncp.kernels.tile_rules import architecture
-from tritoncp.masks.mask import create_block_mask
 from tritoncp.mods import Mod
 from tritoncp.planning.step_tables import ForwardStep
 from tritoncp.reference.dense import dense_attention

@@ -12,8 +12,7 @@ from torch import Tensor
 import tritoncp
 from tests.device import ON_GPU
 from tests.kernels.support.harness import F32, F64, QKV, Results, agree, check, cotangents, qkv, run, same
-from tritoncp import Mask, and_masks, causal, document, full_mask, sliding_window
-from tritoncp.masks import create_block_mask
+from tritoncp import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
 DIMS = [16, 24, 40, 64, 80, 96, 128, 192, 256]
 SIZES = [  # (head dim of q, head dim of v)

@@ -28,10 +28,9 @@ from tests.kernels.support.harness import (
     same,
     single,
 )
-from tritoncp import Mask, causal, full_mask
+from tritoncp import Mask, causal, create_block_mask, full_mask
 from tritoncp.kernels.tile_runs import BOUNDED_KIND
 from tritoncp.masks import Kind
-from tritoncp.masks.mask import create_block_mask
 from tritoncp.planning.build import build
 
 

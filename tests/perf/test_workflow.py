@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
 
+from tests.command_process import invoke
 from tests.perf.synthetic_history import line
-from tritoncp.cli import main
 from tritoncp.perf.records.history import read
 from tritoncp.perf.suite import host_cases
 
@@ -78,7 +77,7 @@ class Commands(socketserver.StreamRequestHandler):
         before = os.getcwd()
         os.chdir(folder)
         try:
-            result = CliRunner().invoke(main, words)
+            result = invoke(*words)
         finally:
             os.chdir(before)
         self.wfile.write(json.dumps([result.exit_code, result.stdout, result.stderr]).encode() + b"\n")
@@ -294,7 +293,7 @@ def test_the_commands_of_the_page_run_as_printed(monkeypatch, tmp_path):
     commands += re.findall(r"`(tritoncp perf dashboard [^`]*)`", page)
     assert len(commands) == 5
     for command in commands:
-        result = CliRunner().invoke(main, shlex.split(command, comments=True)[1:])
+        result = invoke(*shlex.split(command, comments=True)[1:])
         assert result.exit_code == 0, (command, result.output)
     assert (tmp_path / "dashboard.html").exists()
 

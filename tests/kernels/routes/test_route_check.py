@@ -16,12 +16,11 @@ from triton.compiler.errors import CompilationError
 import tritoncp
 from tests.kernels.support import harness
 from tests.kernels.support.harness import close, cotangents, over_ranks, qkv, run, same
-from tritoncp import Mask
+from tritoncp import Mask, create_block_mask
 from tritoncp.kernels import engine, options
 from tritoncp.kernels.launch import Launches
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.routes import route_check
-from tritoncp.masks import create_block_mask
 from tritoncp.planning.costs import traffic
 from tritoncp.planning.step_tables import ForwardStep
 

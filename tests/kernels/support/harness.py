@@ -17,7 +17,17 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tests.device import DEVICE, rounding
-from tritoncp import Mask, Plan, and_masks, causal, document, full_mask, mods, sliding_window
+from tritoncp import (
+    Mask,
+    Plan,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    mods,
+    sliding_window,
+)
 from tritoncp.call.engine_factory import kernel_mods
 from tritoncp.core.records import replace
 from tritoncp.core.upload import upload
@@ -25,7 +35,6 @@ from tritoncp.kernels.engine import RequestedRouteWarning, TritonEngine
 from tritoncp.kernels.launch import State
 from tritoncp.kernels.tile_rules import architecture, widest_route
 from tritoncp.kernels.toolchain import fused_fault
-from tritoncp.masks import create_block_mask
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 from tritoncp.reference.dense import dense_attention
