@@ -52,6 +52,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 
 import pytest  # noqa: E402
 
+from tests.stand_ins import eager_flex as eager_flex  # noqa: E402
+from tests.stand_ins import gpus as gpus  # noqa: E402
+from tests.stand_ins import no_gpu as no_gpu  # noqa: E402
+
 # Imported now: a test that changes the variable would fix the kind of their functions for the whole process.
 from tritoncp.call import engine_factory, mask_source  # noqa: E402
 from tritoncp.kernels import engine  # noqa: E402, F401

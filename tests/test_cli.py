@@ -149,8 +149,8 @@ def test_every_output_is_checked():
 
 
 @pytest.mark.parametrize("words", [["autotune"], ["perf", "run", "--device=cuda"]], ids=" ".join)
-def test_commands_that_need_a_gpu_end_alike_without_one(words, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.usefixtures("no_gpu")
+def test_commands_that_need_a_gpu_end_alike_without_one(words):
     done = invoke(*words)
     assert done.exit_code == 2 and "torch finds no GPU" in done.stderr
 

@@ -293,11 +293,9 @@ def test_the_error_names_numpy_where_it_is_missing(monkeypatch):
     assert "pip install numpy" in done.output
 
 
-def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch):
+def test_kernels_are_not_interpreted_beside_a_gpu(gpus):
     """With interpreted kernels on a machine with a GPU, the check would pass without testing the GPU."""
-    gpu = {"index": 0, "name": "NVIDIA H200", "architecture": "sm_90", "memory_gib": 139.8}
-    monkeypatch.setattr(doctor, "devices", lambda: [gpu])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpus("sm_90")
     done = invoke("check")
     assert done.exit_code == 1
     assert "TRITON_INTERPRET=1 is set on a machine with a GPU" in done.output

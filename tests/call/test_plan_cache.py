@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncp
 from tritoncp import and_masks, causal, document, flex_attention, make_plan, sliding_window
-from tritoncp.call import check_arguments, check_shards, engine_factory, mask_source, plan_cache
+from tritoncp.call import check_arguments, check_shards, mask_source, plan_cache
 from tritoncp.call.plan_cache import plan_in_order
 from tritoncp.call.read import ShardSizes
 from tritoncp.mods import recording
@@ -24,9 +24,8 @@ Q = torch.zeros(1, 2, S, 16)
 
 
 @pytest.fixture(autouse=True)
-def eager(monkeypatch):
+def eager(cpu_engine):
     """Use the CPU engine and an empty plan cache."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     plan_cache.plan_cache_clear()
     for store in (plan_cache._WARNED, mask_source._WARNED, recording._WARNED):
         store.clear()

@@ -321,15 +321,11 @@ def test_hand_written_mods_are_given_one_head() -> None:
     assert engine.options["PACK_GQA"] is False
 
 
-class Device:
-    multi_processor_count = 132
-
-
 @pytest.mark.long
-def test_programs_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_fill_the_device(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two for each multiprocessor, each with two tiles of the keys that any row sees; a whole tile of rows is
     never split, and the states of all programs stay small."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    gpus("sm_90")
     monkeypatch.setattr(engine, "MAX_PARTIAL_BYTES", limit := 1 << 22)
     rng, chosen = random.Random(0), set()
     for _ in range(60):
@@ -357,11 +353,11 @@ def test_programs_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(
-    monkeypatch: pytest.MonkeyPatch,
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One for each query head if there are fewer than two per multiprocessor for KV heads, and the
     partial sums stay small."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    gpus("sm_90")
     step, chosen = TritonEngine(Mods(), 1.0, arch="sm_90"), set()
     invariant = TritonEngine(Mods(), 1.0, {"invariant": True}, arch="sm_90")
     for batch, (heads, kv_heads), keys in itertools.product(

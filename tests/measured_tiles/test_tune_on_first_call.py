@@ -143,9 +143,9 @@ def test_a_call_continues_after_waiting_too_long_for_another_process(stub, place
     assert stub() == []
 
 
-def test_the_command_tunes_the_device_of_the_call(monkeypatch):
+def test_the_command_tunes_the_device_of_the_call(monkeypatch, gpus):
     """Only this device is visible to the command: the GPUs of other ranks are busy."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    gpus(current=1)
     cuda_device, first = torch.device("cuda"), torch.device("cuda", 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [
