@@ -64,7 +64,7 @@ test-integrations: ## train models of transformers, TRL and torchtitan on CPU ra
 oldest := .venv-oldest
 test-oldest: ## execute kernels that the oldest promised Triton compiles for Hopper
 	$(MAKE) --no-print-directory VENV=$(oldest) CONSTRAINTS=constraints-oldest.txt test \
-		ARGS='--compiled sm_90 -m "not nightly" tests/compiled $(ARGS)'
+		ARGS='--compiled sm_90 -m "not nightly" tests/compiled tests/executor/compiled $(ARGS)'
 
 # The suite on the newest torch and Triton that it is run with, in an environment of its own. That torch has CUDA:
 # 3 GB to fetch, also for a machine without a GPU.

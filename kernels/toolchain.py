@@ -99,9 +99,9 @@ def multiplies_transposed(arch: str) -> bool:
     The PTX of these products is right.  Of 126 chained products (a b^T)^T c that 3.6.0 compiled,
     ``tritoncp.executor`` ran 97 to the exact result and none to a wrong one; it refused the same 29 as of
     3.7.1.  In the kernel of #640 it finds one fault of 3.6.0, the loop of asynchronous copies of
-    `fences_async_copies`, and none in its transposed products (``tests/compiled/test_mutants.py``).  Besides,
-    ptxas before 13.3, which both versions contain, may reuse registers of wgmma's left operand too early
-    (triton#9433, triton#11781).  Which fault #640 saw, a GPU has to show: until then the guard stays.
+    `fences_async_copies`, and none in its transposed products (``tests/executor/compiled/test_mutants.py``).
+    Besides, ptxas before 13.3, which both versions contain, may reuse registers of wgmma's left operand too
+    early (triton#9433, triton#11781).  Which fault #640 saw, a GPU has to show: until then the guard stays.
 
     Kernels with such products:
 

@@ -40,7 +40,7 @@ measure() {
   for case in $1; do only+=(--only "$case"); done
   "$python" -m tritoncp.perf.run --seconds 0.4 --out "$out" "${only[@]}" "${@:2}"
 }
-pytest() { "$python" -m pytest -o addopts= --import-mode=importlib -v -ra --durations=10 "$@"; }
+pytest() { "$python" -m pytest -o addopts= --import-mode=importlib --device cuda -v -ra --durations=10 "$@"; }
 
 # Is every schedule right on this machine, in which dtypes, with which compiler?
 check() { "$python" -m tritoncp check --json --budget $(($1 - 10)) > "$out/check.json"; }
@@ -74,15 +74,15 @@ flex() {
 
 # Which features of the package work on this GPU? Ten tests a process; kernels that may hang are in the last ones.
 tests() {
-  local names=() name code=0
+  local code=0
   export OMP_NUM_THREADS=1
-  set +f
-  for name in tests/gpu/test_*.py; do
-    [[ $name =~ test_(smoke|overlap|gluon).py ]] || names+=("$name")
-  done
-  pytest tests/gpu/test_smoke.py || code=1
-  pytest --collect-only -qq "${names[@]}" tests/gpu/test_gluon.py "${@:2}" | grep :: |
-    xargs -d '\n' -n 10 -P "$jobs" bash -c 'pytest "$@"' bash || code=1
+  pytest tests/kernels/test_smoke.py || code=1
+  {
+    pytest --collect-only -qq tests/gpu/test_copies.py tests/gpu/test_uploads.py tests/compiled/test_calls.py "${@:2}"
+    pytest --collect-only -qq -m "not long and not nightly" tests/kernels --ignore tests/kernels/test_smoke.py \
+      tests/compiled/test_launches.py tests/test_extremes.py "${@:2}"
+    pytest --collect-only -qq tests/compiled/test_gluon.py "${@:2}"
+  } | grep :: | xargs -d '\n' -n 10 -P "$jobs" bash -c 'pytest "$@"' bash || code=1
   return $code
 }
 
@@ -98,7 +98,7 @@ autotune() {
 sanitizer() {
   command -v compute-sanitizer > /dev/null || { echo "not run: compute-sanitizer is not on PATH"; return 0; }
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
-    "$python" -m pytest -o addopts= --import-mode=importlib -v tests/gpu/test_smoke.py
+    "$python" -m pytest -o addopts= --import-mode=importlib --device cuda -v tests/kernels/test_smoke.py
 }
 
 export -f measure pytest check warm routes tiles flex tests overlap autotune sanitizer

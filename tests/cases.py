@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 import tritoncp
 from tests import zoo
 from tests.compat import torch_mods
+from tests.device import ON_GPU, generator, rounding
 from tests.zoo import Rule, ScoreMod, Sizes
 from tritoncp.reference.dense import dense_attention
 
@@ -131,7 +132,7 @@ def combined(mask: Expression, sizes: Sizes) -> Rule:
 
 def tensors(case: Case) -> dict[str, Tensor]:
     """Return the leaves: q, k, v and, if the case has them, sinks and the learned tensor of its score_mod."""
-    g = torch.Generator().manual_seed(case.seed)
+    g = generator(case.seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64)
@@ -177,7 +178,7 @@ def call(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None, sinks
     if (case.world, case.balancer) == (1, None):
         attend = partial(tritoncp.flex_attention, score_mod=score, block_mask=case.raw_mask(), **options)
         if case.compiled:
-            attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+            attend = torch.compile(attend, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
         out, aux = attend(q, k, v, sinks=sinks)
         return [out, aux.lse, aux.max_scores]
     world = tritoncp.simulate(case.world)
@@ -203,7 +204,7 @@ def call(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None, sinks
 
 def any_pieces(x: Tensor, world: int, seed: int) -> list[Tensor]:
     """Cut x [B, H, S, D] into ``world`` pieces in order, some of them empty."""
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     cuts = torch.randint(0, x.shape[2] + 1, (world - 1,), generator=g).sort().values.tolist()
     return [x[:, :, a:b] for a, b in itertools.pairwise([0, *cuts, x.shape[2]])]
 
@@ -223,9 +224,9 @@ def answers(case: Case, leaves: dict[str, Tensor], function: Callable[..., Seque
     got = {"out": out.detach(), "lse": lse.detach(), "max_scores": top.detach()}
     if case.loss == "forward":
         return got
-    g = torch.Generator().manual_seed(case.seed + 1)
-    by_out = torch.randn(out.shape, generator=g, dtype=torch.float64).to(out.device, case.dtype).double()
-    by_lse = torch.randn(lse.shape, generator=g).to(lse.device).double()  # float32, as gradients of lse
+    g = generator(case.seed + 1)
+    by_out = torch.randn(out.shape, generator=g, dtype=torch.float64).to(case.dtype).double()
+    by_lse = torch.randn(lse.shape, generator=g).double()  # float32, as gradients of lse
     if case.loss == "out of some rows":
         by_out = by_out * (by_lse > 0)[..., None]
     loss = (out.double() * by_out).sum() * (case.loss != "lse")
@@ -250,6 +251,7 @@ def agree(case: Case, got: Answers, want: Answers) -> None:
         statistic = name in ("lse", "max_scores")
         dtype = torch.promote_types(case.dtype, torch.float32) if statistic else case.dtype
         assert value.shape == exact.shape and value.dtype == dtype, f"{name}: {value.dtype} {value.shape}"
+        assert value.device == exact.device, f"{name} is on {value.device}"
         finite = exact[exact.isfinite()].abs()
         limit = tolerance(dtype, name) * max(1.0, float(finite.max()) if finite.numel() else 0.0)
         error = torch.where(value.double() == exact, 0, (value.double() - exact).abs())
@@ -260,7 +262,11 @@ def tolerance(dtype: torch.dtype, name: str) -> float:
     """Return the allowed error relative to the max value. Gradients of learned tensors and sinks are sums
     over all pairs or rows."""
     grown = 4 if name in ("gradient of learned", "gradient of sinks") else 1
-    return grown * {torch.float64: 1e-11, torch.float32: 1e-5}.get(dtype, 4 * torch.finfo(dtype).eps)
+    return (
+        rounding(name)
+        * grown
+        * {torch.float64: 1e-11, torch.float32: 1e-5}.get(dtype, 4 * torch.finfo(dtype).eps)
+    )
 
 
 def check(case: Case) -> None:
@@ -269,6 +275,35 @@ def check(case: Case) -> None:
 
 
 # -- factors ----------------------------------------------------------------------------------------------
+
+FACTORS: dict[str, Any] = {
+    "mask": tuple(zoo.MASKS),
+    "score": tuple(zoo.SCORES),
+    "schedule": ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring"),
+    "world": (1, 2, 3, 4, 6),
+    "balancer": (*zoo.BALANCERS, "any pieces"),
+    "loss": PASSES,
+    "dtype": DTYPES,
+    "heads, group": ((2, 1), (1, 4), (3, 2), (2, 2)),
+    "batch, first_row": ((1, 0), (2, 0), (3, 0), (3, 1)),
+    "length, kv_length": ((40, 40), (37, 37), (21, 34), (34, 21), (5, 5)),  # the last: one block
+    "dims": ((8, 8), (3, 16), (16, 1), (1, 5)),
+    "block": (8, 13, (8, 16), (16, 4), (32, 5)),
+    "own_lists": ((False, False), (True, False), (False, True)),
+    "form": ("compact", "torch's", "without lists"),
+    "layout": LAYOUTS,
+    "sinks": (False, True),
+    "scale": (None, 0.3, -0.2, 0.0),
+}
+# The cases of torch's flex attention tests: each score once, with few values of the other factors.
+TORCHS: dict[str, Any] = {
+    "mask": tuple(torch_mods.MASKS),
+    "score": tuple(torch_mods.SCORES),
+    "world": (1, 2),
+    "batch, first_row": ((1, 0), (2, 1)),
+    "heads, group": ((2, 1), (1, 2)),
+    "block": (16, (8, 16)),
+}
 
 
 def case_of(row: Mapping[str, Any], seed: int) -> Case:
@@ -294,6 +329,14 @@ def spread(factors: Mapping[str, Sequence[Any]], count: int) -> list[Case]:
         random.Random(name).sample([*islice(cycle(values), count)], count) for name, values in factors.items()
     ]
     return [case_of(dict(zip(factors, row)), seed) for seed, row in enumerate(zip(*columns), 1)]
+
+
+def of_torch(factors: Mapping[str, Sequence[Any]], **more: Sequence[Any]) -> list[Case]:
+    """Return the cases of torch's tests, with these values of other factors."""
+    return [
+        replace(case, dtype=torch.float64) if case.score in torch_mods.FLOAT64 else case
+        for case in spread({**factors, **TORCHS, **more}, len(torch_mods.SCORES))
+    ]
 
 
 def pairs(factors: Mapping[str, Sequence[Any]], apart: Collection[str] = ()) -> Iterator[dict[str, Any]]:

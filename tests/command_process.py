@@ -1,9 +1,11 @@
-"""Runs of programs and of `python -m tritoncp` in separate processes."""
+"""Runs of programs and of `python -m tritoncp` in separate processes, and of `tritoncp` in this one."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from click.testing import CliRunner, Result
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,3 +32,10 @@ def run_code(code: str, cwd=ROOT, **environment) -> str:
     done = python("-c", code, cwd=cwd, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def invoke(*words, charset: str = "utf-8", **settings) -> Result:
+    """Run ``tritoncp WORDS`` in this process; settings: of click's CliRunner.invoke."""
+    from tritoncp.cli import main
+
+    return CliRunner(charset=charset).invoke(main, [*map(str, words)], **settings)

@@ -1,8 +1,8 @@
-"""Settings of every test: one thread, fixed seeds, poisoned buffers and, off the GPU, another BLAS and
-interpreted or executed kernels.
+"""Settings of every test: one thread, fixed seeds, poisoned buffers, another BLAS, and where kernels run.
 
-``pytest --compiled sm_90 tests/kernels`` compiles the kernels for an architecture and executes their PTX
-(``tritoncp.executor``) in place of interpreting their source.
+Kernels are interpreted. ``pytest --compiled sm_90 tests/kernels`` compiles them for an architecture and
+executes their PTX (``tritoncp.executor``). ``pytest --device cuda tests/kernels`` runs the same tests on a
+GPU, with nothing replaced; ``tests/gpu`` has laws of GPUs only.
 
 ``pytest --plain 200`` runs a sample of the tests as a user's process would: nothing in Triton, torch or this
 package is replaced. With TRITON_INTERPRET=0 it runs the tests of the CPU engine, else all others.
@@ -26,25 +26,35 @@ from torch.utils._device import _device_constructors
 gc.disable()  # until all tests are collected: their objects stay, and each search of them takes a second
 if not os.access(os.path.expanduser("~"), os.W_OK):  # Triton and tritoncp keep their caches at home
     os.environ["HOME"] = tempfile.mkdtemp()
-HAS_GPU = torch.cuda.is_available()
 ROOT, ANOTHER_BLAS = str(Path(__file__).parents[1]), str(Path(__file__).with_name("another_blas"))
 PATHS = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]  # for processes that tests start
 # Read before pytest does: Triton has to know when it is imported. Processes of pytest-xdist inherit them.
 PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 PARSER.add_argument("--compiled")
+PARSER.add_argument("--device")
 PARSER.add_argument("--plain")
 ARGUMENTS, _ = PARSER.parse_known_args()
+if ARGUMENTS.device:
+    os.environ["TRITONCP_TESTS_DEVICE"] = ARGUMENTS.device
+from tests.device import DEVICE, ON_GPU  # noqa: E402
+
 if PLAIN := ARGUMENTS.plain or os.environ.get("PYTEST_PLAIN"):
     os.environ["PYTEST_PLAIN"] = PLAIN
-elif not HAS_GPU:
+elif not ON_GPU:
     PATHS.insert(0, ANOTHER_BLAS)
 if COMPILED := ARGUMENTS.compiled or os.environ.get("TRITONCP_TESTS_COMPILED"):
     os.environ |= {"TRITONCP_TESTS_COMPILED": COMPILED, "TRITON_INTERPRET": "0"}
-elif not HAS_GPU:
+elif ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "0"
+else:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 
 import pytest  # noqa: E402
+
+from tests.stand_ins import eager_flex as eager_flex  # noqa: E402
+from tests.stand_ins import gpus as gpus  # noqa: E402
+from tests.stand_ins import no_gpu as no_gpu  # noqa: E402
 
 # Imported now: a test that changes the variable would fix the kind of their functions for the whole process.
 from tritoncp.call import engine_factory, mask_source  # noqa: E402
@@ -53,7 +63,7 @@ from tritoncp.kernels.routes import forward_gluon  # noqa: E402, F401
 from tritoncp.mods.translate import triton_helpers  # noqa: E402, F401
 from tritoncp.planning.costs import traffic  # noqa: E402
 
-if not HAS_GPU and not PLAIN:
+if not ON_GPU and not PLAIN:
     from tests import exact_dot, interpreter_patches
 
     sys.path.insert(0, ANOTHER_BLAS)
@@ -63,32 +73,48 @@ if not HAS_GPU and not PLAIN:
         exact_dot.install()
         interpreter_patches.install()
 
+if ON_GPU:
+    torch.set_default_device(DEVICE)
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 if not PLAIN:
     _device_constructors()  # torch lists torch.empty once, here before `poison` replaces it
-# A machine with a GPU may have pytest alone: tests/gpu needs no more.
+# A machine with a GPU may have pytest alone: tests that run on it need no more.
 if importlib.util.find_spec("hypothesis"):
     from tests import draws
 
     draws.register()
 
-collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if COMPILED else ["compiled"])]
+# Tests of tile rules, compilers and of the executor, which take a device of their own.
+OF_NO_GPU = [f"kernels/test_{name}.py" for name in ("compiled", "offline", "tile_rules", "toolchain")]
+OF_NO_GPU += [f"compiled/test_{name}.py" for name in ("compilations", "nightly", "selected_work")]
+OF_NO_GPU += ["kernels/routes", "executor"]
+collect_ignore = OF_NO_GPU if ON_GPU else ["gpu", *([] if COMPILED else ["compiled", "executor/compiled"])]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--compiled", metavar="ARCH", help="execute kernels compiled for sm_80, sm_90 or sm_100")
+    parser.addoption("--device", metavar="NAME", help="run tests of kernels on this device, as on cuda")
     parser.addoption("--plain", metavar="COUNT", help="run a sample of the tests that replaces nothing")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if ON_GPU and COMPILED:
+        raise pytest.UsageError("--compiled executes kernels on the CPU; leave out --device")
+    if DEVICE.type == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError(f"--device {DEVICE}: torch finds no GPU here")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark as long what `sample` leaves out. After -k and -m, leave out laws of Triton's interpreter where
-    kernels are compiled, and draw the sample of ``--plain``."""
+    kernels are compiled, on a GPU laws of the CPU engine too, and draw the sample of ``--plain``."""
     mark_beyond_samples(items)
     yield
     kept = items
-    if COMPILED:
+    if COMPILED or ON_GPU:
         kept = [item for item in kept if not item.get_closest_marker("interpreted")]
+    if ON_GPU:
+        kept = [item for item in kept if engine_of(item) == "kernels" and not replaces_copies(item)]
     if PLAIN:
         kept = draw(int(PLAIN), [item for item in kept if is_plain(item)])
     chosen = {*kept}
@@ -112,11 +138,19 @@ def mark_beyond_samples(items: list[pytest.Item]) -> None:
 def is_plain(item: pytest.Item) -> bool:
     """Return whether a test runs on the engine of this process with nothing replaced, and compares no bits of
     matrix products."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    runs = parameters.get("engine", "cpu" if "cpu_engine" in item.fixturenames else "kernels")
     marked = item.get_closest_marker("bits") or item.get_closest_marker("interpreted")
-    replaces = marked or "host_copies" in item.fixturenames
-    return not replaces and runs == ("cpu" if os.environ.get("TRITON_INTERPRET") == "0" else "kernels")
+    runs = "cpu" if os.environ.get("TRITON_INTERPRET") == "0" else "kernels"
+    return not marked and not replaces_copies(item) and engine_of(item) == runs
+
+
+def engine_of(item: pytest.Item) -> str:
+    """Return the engine that a test runs: "cpu" or "kernels"."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return parameters.get("engine", "cpu" if "cpu_engine" in item.fixturenames else "kernels")  # type: ignore[attr-defined]
+
+
+def replaces_copies(item: pytest.Item) -> bool:
+    return "host_copies" in item.fixturenames  # type: ignore[attr-defined]
 
 
 def draw(count: int, items: list[pytest.Item]) -> list[pytest.Item]:
@@ -182,7 +216,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill new memory with NaN or a huge integer, so that reading it before a write changes results. The
     executor of compiled kernels does so itself, and reports what reads it."""
-    if COMPILED or PLAIN:
+    if COMPILED or PLAIN or ON_GPU:
         return
     for owner, name in (
         (torch, "empty"),
@@ -198,7 +232,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(name="engine", params=["cpu", "kernels"])
 def select_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test on the CPU engine and on interpreted kernels."""
-    if not PLAIN:
+    if not PLAIN and not ON_GPU:
         monkeypatch.setattr(engine_factory, "uses_triton", lambda device: request.param == "kernels")
     return request.param
 

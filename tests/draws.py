@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+
+if TYPE_CHECKING:  # a machine with a GPU may have pytest alone
+    from hypothesis import settings
 
 
 def register() -> None:
     """Register the profiles, and load the usual one; ``pytest --hypothesis-profile`` loads another."""
+    from hypothesis import settings
+
     settings.register_profile("tritoncp", deadline=None, derandomize=True, max_examples=40)
     settings.register_profile("quick", settings.get_profile("tritoncp"), max_examples=20)
     settings.register_profile("wide", settings.get_profile("tritoncp"), max_examples=150)
@@ -21,6 +25,8 @@ def register() -> None:
 
 def few(share: int = 4) -> settings:
     """Return settings of a law that takes long: one draw in ``share``."""
+    from hypothesis import settings
+
     return settings(max_examples=settings().max_examples // share)
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import click
 import pytest
 import torch
-from click.testing import CliRunner
 
-from tests.command_process import ROOT
+from tests.command_process import ROOT, invoke
 from tritoncp import doctor
 from tritoncp.cli import main
 from tritoncp.measured_tiles.tile_tables import Device
@@ -32,7 +31,7 @@ def all_commands(
 
 def examples_of(name: str) -> list[list[str]]:
     """Return the examples in a command's --help as words, without the program."""
-    lines = CliRunner().invoke(main, [*name.split()[1:], "--help"], terminal_width=200).output.splitlines()
+    lines = invoke(*name.split()[1:], "--help", terminal_width=200).output.splitlines()
     assert "  Examples:" in lines, f"{name} --help has no examples"
     block = list(itertools.takewhile(str.strip, lines[lines.index("  Examples:") + 1 :]))
     program = re.compile(r"(torchrun --nproc-per-node \d+ -m )?tritoncp[ .]")
@@ -51,7 +50,7 @@ def test_every_help_has_examples_that_parse(name, tmp_path, monkeypatch):
             monkeypatch.setattr(command, "callback", lambda _=command_name, **options: calls.append(_))
     examples = examples_of(name)
     for words in examples:
-        done = CliRunner().invoke(main, words)
+        done = invoke(*words)
         assert done.exit_code == 0, done.output
     assert examples and len(calls) == len(examples) and all(call.startswith(name) for call in calls)
 
@@ -108,7 +107,7 @@ REFUSED["autotune"].append((["--shapes", f"{'9' * 5000}x1,64,64"], "HEADSxKV_HEA
     ids=lambda value: "_".join(word[:24] for word in value) if isinstance(value, list) else None,
 )
 def test_options_that_make_no_sense_are_refused_in_a_message(command, words, said, mods):
-    done = CliRunner().invoke(main, [command, *words])
+    done = invoke(command, *words)
     assert done.exit_code == 2, done.output
     assert said in " ".join(done.stderr.split()) or said in done.stderr
     assert "Traceback" not in done.output and "a bug in" not in done.output and done.stdout == ""
@@ -150,9 +149,9 @@ def test_every_output_is_checked():
 
 
 @pytest.mark.parametrize("words", [["autotune"], ["perf", "run", "--device=cuda"]], ids=" ".join)
-def test_commands_that_need_a_gpu_end_alike_without_one(words, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = CliRunner().invoke(main, words)
+@pytest.mark.usefixtures("no_gpu")
+def test_commands_that_need_a_gpu_end_alike_without_one(words):
+    done = invoke(*words)
     assert done.exit_code == 2 and "torch finds no GPU" in done.stderr
 
 
@@ -174,7 +173,7 @@ def test_outputs_and_packages_are_checked_before_work(words, work, code, said, m
     monkeypatch.setattr(f"tritoncp.{work}", start_work)
     if "matplotlib" in said:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = CliRunner().invoke(main, words)
+    done = invoke(*words)
     assert done.exit_code == code, done.output
     assert said in done.stderr and "Traceback" not in done.output and "work began" not in done.output
     assert {path.name for path in mods.iterdir()} <= {"my_mods.py", "leaving.py", "demo-out", "configs"}
@@ -183,16 +182,16 @@ def test_outputs_and_packages_are_checked_before_work(words, work, code, said, m
 def test_checked_mods_are_not_called(mods):
     """Callables that are no functions are refused: they would be called with tensors."""
     (mods / "my_mods.py").write_text("def f(*path):\n    open('called', 'w')\n")
-    assert CliRunner().invoke(main, ["plan", "--mask=my_mods:f"]).exit_code == 2
+    assert invoke("plan", "--mask=my_mods:f").exit_code == 2
     assert not (mods / "called").exists()
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["near", "tree", "module", "closer", "both", "loud"])
 def test_json_of_a_users_mask_is_the_same_every_time(name, mods):
-    first = CliRunner().invoke(main, ["plan", f"--mask=my_mods:{name}", SMALL, "--json"])
+    first = invoke("plan", f"--mask=my_mods:{name}", SMALL, "--json")
     del sys.modules["my_mods"]  # functions at other addresses
-    second = CliRunner().invoke(main, ["plan", f"--mask=my_mods:{name}", SMALL, "--json"])
+    second = invoke("plan", f"--mask=my_mods:{name}", SMALL, "--json")
     assert first.exit_code == second.exit_code == 0, first.output
     assert first.stdout == second.stdout and "0x" not in first.stdout
     assert json.loads(first.stdout)["mask"]["q_len"] == 256
@@ -204,11 +203,11 @@ def test_a_bug_is_one_line_that_names_the_debug_variable(monkeypatch):
 
     monkeypatch.setattr(doctor, "examine", broken)
     monkeypatch.delenv("TRITONCP_DEBUG", raising=False)
-    done = CliRunner().invoke(main, ["doctor"])
+    done = invoke("doctor")
     assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1
     assert "a bug in tritoncp, KeyError: 'lost'; TRITONCP_DEBUG=1 shows the traceback" in done.stderr
     monkeypatch.setenv("TRITONCP_DEBUG", "1")
-    assert isinstance(CliRunner().invoke(main, ["doctor"]).exception, KeyError)
+    assert isinstance(invoke("doctor").exception, KeyError)
 
 
 def test_too_little_memory_is_a_message(monkeypatch):
@@ -216,7 +215,7 @@ def test_too_little_memory_is_a_message(monkeypatch):
         torch.empty(1 << 60, dtype=torch.uint8)
 
     monkeypatch.setattr(doctor, "examine", large)
-    done = CliRunner().invoke(main, ["doctor"])
+    done = invoke("doctor")
     assert done.exit_code == 1
     assert done.stderr == "Error: out of memory: use smaller sizes, or a machine with more memory\n"
 

@@ -9,11 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 
-from tests.command_process import tritoncp
-from tritoncp.cli import main
+from tests.command_process import invoke, tritoncp
 from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, windows
 from tritoncp.demo.model import ModelShape
@@ -52,7 +50,7 @@ def test_the_cpu_engine_trains_if_requested(monkeypatch):
 
     monkeypatch.setattr(demo_run, "run", run)
     for words in (["--engine=kernels"], ["--engine=cpu"], []):
-        assert CliRunner().invoke(main, ["demo", *words]).exit_code == 0
+        assert invoke("demo", *words).exit_code == 0
     assert engines == ["1", "0", "0"]
 
 
@@ -97,7 +95,7 @@ def test_ranks_and_one_rank_agree(tmp_path):
 def test_torchrun_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = CliRunner().invoke(main, ["demo", f"--out={tmp_path}"])
+    done = invoke("demo", f"--out={tmp_path}")
     assert done.exit_code == 2 and "without torchrun" in done.output
 
 
@@ -137,6 +135,6 @@ def test_a_disagreement_is_shown_and_fails(second, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # the command sets it
     monkeypatch.setattr(demo_run.train, "train_on_ranks", steps([2.0, 1.0]))
     monkeypatch.setattr(demo_run.train, "train", steps(second))
-    done = CliRunner().invoke(main, ["demo", "--steps=2", "--seq-len=256", f"--out={tmp_path}"])
+    done = invoke("demo", "--steps=2", "--seq-len=256", f"--out={tmp_path}")
     assert done.exit_code == 1
     assert done.output.count("DISAGREE") == 1

@@ -2,15 +2,12 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from tests.command_process import tritoncp
+from tests.command_process import invoke, tritoncp
 from tritoncp import doctor
-from tritoncp.cli import main
 from tritoncp.kernels.toolchain import PTXAS_PATHS, ptxas_for
 
 
@@ -30,16 +27,11 @@ def test_doctor_reports_this_process_and_its_variables_with_those_that_are_wrong
     assert "TRITONCP_CHEK is set, but is unknown" in advice
 
 
-def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> str:
+def hopper(monkeypatch, gpus, ptxas: str = "", version: str = "12.8.93") -> str:
     """Simulate Hopper GPUs, without NCCL, and a ptxas of this version in the place of the one that Triton
     uses for Hopper. Returns the variable that names it, which depends on Triton."""
     monkeypatch.setattr(doctor, "nccl_version", lambda: None)
-    name = "NVIDIA H200"  # torch gives it as gcnArchName too, except on AMD
-    properties = SimpleNamespace(name=name, gcnArchName=name, total_memory=1 << 37)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    gpus("sm_90")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for name in PTXAS_PATHS:
         monkeypatch.delenv(name, raising=False)
@@ -51,16 +43,16 @@ def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> str:
     return variable
 
 
-def test_doctor_names_ptxas_and_a_remedy_for_a_faulty_one(monkeypatch, tmp_path):
-    variable = hopper(monkeypatch, path := str(tmp_path / "ptxas"))
-    done = CliRunner().invoke(main, ["doctor", "--json"])
+def test_doctor_names_ptxas_and_a_remedy_for_a_faulty_one(monkeypatch, gpus, tmp_path):
+    variable = hopper(monkeypatch, gpus, path := str(tmp_path / "ptxas"))
+    done = invoke("doctor", "--json")
     report = json.loads(done.stdout)
     assert done.exit_code == 0 and report["problems"] == [], "advice is no failure"
     assert report["ptxas"] == {"sm_90": {"version": "12.8.93", "path": path, "origin": variable}}
     (line,) = report["advice"]
     for part in ("ptxas 12.8.93", "sm_90", "nvidia-cuda-nvcc>=13.3", f"set {variable}", "#1262"):
         assert part in line
-    output = "".join(CliRunner().invoke(main, ["doctor"]).output.split())
+    output = "".join(invoke("doctor").output.split())
     assert path in output and "advice" in output and "".join(line.split()) in output
 
 
@@ -84,23 +76,24 @@ def test_doctor_advises_a_high_priority_stream(monkeypatch, gpus, version, setti
     assert len(lines) == len(advice) and all(words in line for words, line in zip(advice, lines))
 
 
-def test_doctor_has_no_advice_about_a_good_ptxas_or_without_a_gpu(monkeypatch, tmp_path):
-    hopper(monkeypatch, str(tmp_path / "ptxas"), "13.3.33")
+def test_doctor_has_no_advice_about_a_good_ptxas_or_without_a_gpu(monkeypatch, gpus, tmp_path):
+    hopper(monkeypatch, gpus, str(tmp_path / "ptxas"), "13.3.33")
     assert doctor.examine()["advice"] == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_doctor_names_the_ptxas_of_usual_gpus_where_there_is_none():
     report = doctor.examine()
     assert report["advice"] == [] and list(report["ptxas"]) == ["sm_90", "sm_100"]
 
 
-def test_doctor_reports_a_path_without_a_ptxas(monkeypatch, tmp_path):
-    variable = hopper(monkeypatch)
+def test_doctor_reports_a_path_without_a_ptxas(monkeypatch, gpus, tmp_path):
+    variable = hopper(monkeypatch, gpus)
     monkeypatch.setenv(variable, missing := str(tmp_path / "gone"))
     report = doctor.examine()
     assert report["ptxas"]["sm_90"]["origin"] == "bundled with Triton"
     assert f"{variable}={missing}: this ptxas does not run" in report["advice"][0]
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    amd = SimpleNamespace(name="MI300X", gcnArchName="gfx942:sramecc+", total_memory=1 << 37)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: amd)
+    gpus("gfx942")
     assert "not for gfx942" in doctor.examine()["ptxas"]["gfx942"]["why"]
 
 
@@ -113,8 +106,8 @@ def test_doctor_reports_a_path_without_a_ptxas(monkeypatch, tmp_path):
         ({"torch": "2.11.0", "triton": "3.6.0", "numpy": "2.4.0"}, "triton 3.6.0 cannot be interpreted with"),
     ],
 )
-def test_doctor_names_problems_and_remedies(versions, said, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.usefixtures("no_gpu")
+def test_doctor_names_problems_and_remedies(versions, said):
     lines = doctor.problems(versions, True)
     assert len(lines) == 1 and lines[0].startswith(said)
 
@@ -122,5 +115,5 @@ def test_doctor_names_problems_and_remedies(versions, said, monkeypatch):
 def test_doctor_shows_any_value_of_a_variable_whole(monkeypatch):
     """Also one with markup, without an encoding, and longer than a line of a pipe."""
     monkeypatch.setenv("TRITON_ODD", f"[/bold]\udcff/{'a' * 300}/ptxas")
-    done = CliRunner(charset="ascii").invoke(main, ["doctor"])
+    done = invoke("doctor", charset="ascii")
     assert done.exit_code == 0 and f"TRITON_ODD=[/bold]\\udcff/{'a' * 300}/ptxas" in done.stdout

@@ -1,91 +1,31 @@
 """Any call is dense attention: every pair of factors, and random cases from a grammar.
 
-The factors are engine (CPU, interpreted kernels), mask, score_mod, schedule, world, balancer, heads, pass,
-dtype, layout and shapes, see :class:`tests.cases.Case`.
+The factors are mask, score_mod, schedule, world, balancer, heads, pass, dtype, layout and shapes, see
+:class:`tests.cases.Case`. These are cases of the CPU engine and drawn ones; tests/kernels/test_cases.py has
+those of the kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.cases import DTYPES, LAYOUTS, PASSES, Case, Expression, case_of, check, named, pairs, spread
-from tests.compat import torch_mods
-from tests.zoo import BALANCERS, MASKS, SCORES
+from tests.cases import DTYPES, FACTORS, Case, Expression, case_of, check, named, of_torch, pairs
+from tests.zoo import MASKS
 
-pytestmark = [pytest.mark.filterwarnings("ignore:in natural order"), pytest.mark.usefixtures("in_pieces")]
-FACTORS: dict[str, Any] = {
-    "mask": tuple(MASKS),
-    "score": tuple(SCORES),
-    "schedule": ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring"),
-    "world": (1, 2, 3, 4, 6),
-    "balancer": (*BALANCERS, "any pieces"),
-    "loss": PASSES,
-    "dtype": DTYPES,
-    "heads, group": ((2, 1), (1, 4), (3, 2), (2, 2)),
-    "batch, first_row": ((1, 0), (2, 0), (3, 0), (3, 1)),
-    "length, kv_length": ((40, 40), (37, 37), (21, 34), (34, 21), (5, 5)),  # the last: one block
-    "dims": ((8, 8), (3, 16), (16, 1), (1, 5)),
-    "block": (8, 13, (8, 16), (16, 4), (32, 5)),
-    "own_lists": ((False, False), (True, False), (False, True)),
-    "form": ("compact", "torch's", "without lists"),
-    "layout": LAYOUTS,
-    "sinks": (False, True),
-    "scale": (None, 0.3, -0.2, 0.0),
-}
+pytestmark = [pytest.mark.filterwarnings("ignore:.*in natural order"), pytest.mark.usefixtures("in_pieces")]
 CPU = pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 KERNELS = pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 
 APART = ("mask", "score")  # these two need most of the rows, since they are paired with each other
 PAIRS = [case_of(row, seed) for seed, row in enumerate(pairs(FACTORS, APART))]
-SMALL = (
-    FACTORS
-    | {  # for interpreted kernels
-        "world": (2, 1, 3),
-        "length, kv_length": ((24, 24), (19, 30), (30, 19)),
-        "heads, group": ((2, 1), (1, 3)),
-        "batch, first_row": ((1, 0), (2, 0), (2, 1)),
-        "loss": PASSES[1:],  # tests/kernels has calls without a backward pass
-        "dims": ((40, 8), (3, 16), (16, 1), (1, 24)),  # two of the head dims have two pieces
-        "options": (
-            {},
-            {"USE_TMA": True},
-            {"FUSED_BACKWARD": True},
-            {"PACK_GQA": True, "SPLIT_KV": 2},
-            {"FLIP": True, "maxnreg": 128},  # a limit on registers, which no answer depends on
-            {"FLIP": True, "FUSED_BACKWARD": True},
-            dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 16),
-            {"FUSED_BACKWARD": True, "USE_TMA": True, "PACK_GQA": True, "SPLIT_KV": 3, "BLOCK_N": 16},
-        ),
-    }
-)
-EACH = spread(SMALL | {"world": (2, 1)}, len(MASKS))
-# The cases of torch's flex attention tests: each score once, with few values of the other factors.
-OF_TORCH = {
-    "mask": tuple(torch_mods.MASKS),
-    "score": tuple(torch_mods.SCORES),
-    "world": (1, 2),
-    "batch, first_row": ((1, 0), (2, 1)),
-    "heads, group": ((2, 1), (1, 2)),
-    "block": (16, (8, 16)),
-}
-TORCHS, TORCHS_SMALL = (
-    [
-        replace(case, dtype=torch.float64) if case.score in torch_mods.FLOAT64 else case
-        for case in spread(factors | OF_TORCH | worlds, len(torch_mods.SCORES))
-    ]
-    for factors, worlds in ((FACTORS, {}), (SMALL, {"world": (1,)}))
-)
+OF_TORCH = of_torch(FACTORS)
 
 
 @pytest.mark.sample(50)
 @CPU
-@pytest.mark.parametrize("case", named([*PAIRS, *TORCHS]))
+@pytest.mark.parametrize("case", named([*PAIRS, *OF_TORCH]))
 @pytest.mark.bar(12)
 def test_every_pair_of_factors(engine: str, case: Case) -> None:
     check(case)
@@ -96,28 +36,6 @@ def test_every_pair_of_factors(engine: str, case: Case) -> None:
 @pytest.mark.parametrize("case", named([case_of(row, seed) for seed, row in enumerate(pairs(FACTORS))]))
 @pytest.mark.bar(12)
 def test_every_pair_of_factors_and_every_mask_with_every_score(engine: str, case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.sample(30)
-@KERNELS
-@pytest.mark.parametrize("case", named([*EACH, *TORCHS_SMALL]))
-def test_every_factor_in_kernels(engine: str, case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.long
-@KERNELS
-@pytest.mark.parametrize("case", named([case_of(row, seed) for seed, row in enumerate(pairs(SMALL, APART))]))
-@pytest.mark.bar(1)
-def test_every_pair_of_factors_in_kernels(engine: str, case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.nightly
-@KERNELS
-@pytest.mark.parametrize("case", named([case_of(row, seed) for seed, row in enumerate(pairs(SMALL))]))
-def test_every_pair_of_factors_and_every_mask_with_every_score_in_kernels(engine: str, case: Case) -> None:
     check(case)
 
 

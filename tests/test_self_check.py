@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import tritoncp
 from tests import command_process
+from tests.command_process import invoke
 from tritoncp import doctor
-from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.self_check import cases, run
 from tritoncp.self_check.cases import CheckRequest, Result, list_cases
@@ -31,7 +30,7 @@ FIELDS = {
 
 
 def check(*options: str) -> tuple[int, dict]:
-    done = CliRunner().invoke(main, ["check", "--json", "--budget=600", *options])
+    done = invoke("check", "--json", "--budget=600", *options)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, json.loads(done.stdout)
 
@@ -69,7 +68,7 @@ def test_the_json_has_every_schedule():
 
 @pytest.mark.parametrize("options", [["--budget=0.001"], ["--budget=0.001", "--strict"]])
 def test_a_requested_budget_is_a_limit(options):
-    done = CliRunner().invoke(main, ["check", "--json", *options])
+    done = invoke("check", "--json", *options)
     report = json.loads(done.stdout)
     assert done.exit_code == 1
     assert not report["right"]
@@ -88,7 +87,7 @@ def run_some(monkeypatch, count, *options):
                 raise run.Stopped(request.late)
             yield Result(case, "out", 1e-7, 1e-6, 0, (), True)
 
-    done = CliRunner().invoke(main, ["check", *options])
+    done = invoke("check", *options)
     return done.exit_code, done.stdout.splitlines()
 
 
@@ -151,7 +150,7 @@ def test_an_exception_is_a_failed_case_whose_traceback_is_for_debugging(debug, m
 
     monkeypatch.setenv("TRITONCP_DEBUG", debug)
     monkeypatch.setattr(cases, "flex_attention", planted)
-    done = CliRunner().invoke(main, ["check", "--only=one-device-causal-float32", "--budget=600"])
+    done = invoke("check", "--only=one-device-causal-float32", "--budget=600")
     row, *rest = done.stdout.splitlines()
     assert done.exit_code == 1
     assert row.split()[1:] == ["FAILED", "one-device", "causal", "float32", "RuntimeError:", "first", "line"]
@@ -167,12 +166,12 @@ def test_ctrl_c_keeps_the_rows_of_a_check(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run_in_processes", interrupted)
-    done = CliRunner().invoke(main, ["check"])
+    done = invoke("check")
     lines = done.stdout.splitlines()
     assert done.exit_code == 130 and lines[6].startswith(" 7/64 right")
     assert any(line.startswith("7 of 7 cases are right") for line in lines)
     assert lines[-1].startswith("not run: 57 more, of ") and lines[-1].endswith(": interrupted by Ctrl-C")
-    done = CliRunner().invoke(main, ["check", "--json"])
+    done = invoke("check", "--json")
     report = json.loads(done.stdout)
     assert done.exit_code == 130 and report["stopped"] == "interrupted by Ctrl-C" and not report["right"]
     assert sum(case["right"] for case in report["cases"]) == 7
@@ -272,7 +271,7 @@ def test_a_wrong_kernel_is_named(kernel, tensors, monkeypatch):
 
     monkeypatch.setattr(TritonEngine, kernel, launch)
     options = ["check", "--only=ring-[cw][ai]*-float32", "--jobs=1", "--budget=600"]
-    done = CliRunner().invoke(main, options)
+    done = invoke(*options)
     assert done.exit_code == 1
     lines = done.stdout.splitlines()
     off = [" ".join(line.split()[1:]) for line in lines if " WRONG " in line]
@@ -289,16 +288,14 @@ def test_the_error_names_numpy_where_it_is_missing(monkeypatch):
     version_of = doctor.installed_version
     without_numpy = {"numpy": lambda name: None}
     monkeypatch.setattr(doctor, "installed_version", lambda name: without_numpy.get(name, version_of)(name))
-    done = CliRunner().invoke(main, ["check"])
+    done = invoke("check")
     assert done.exit_code == 1
     assert "pip install numpy" in done.output
 
 
-def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch):
+def test_kernels_are_not_interpreted_beside_a_gpu(gpus):
     """With interpreted kernels on a machine with a GPU, the check would pass without testing the GPU."""
-    gpu = {"index": 0, "name": "NVIDIA H200", "architecture": "sm_90", "memory_gib": 139.8}
-    monkeypatch.setattr(doctor, "devices", lambda: [gpu])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    done = CliRunner().invoke(main, ["check"])
+    gpus("sm_90")
+    done = invoke("check")
     assert done.exit_code == 1
     assert "TRITON_INTERPRET=1 is set on a machine with a GPU" in done.output

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
+from tests.device import generator
 
 Pairs = Callable[..., Tensor]  # (b, h, q, kv) -> which pairs are visible
 ScoreMod = Callable[..., Tensor]  # (score, b, h, q, kv) -> score
@@ -46,10 +47,6 @@ class Rule(NamedTuple):
 def python_rule(mod: Pairs, by_row: bool = False, by_head: bool = False) -> Rule:
     """Return the rule of a Python function, which is the function itself."""
     return Rule(mod, mod, by_row, by_head)
-
-
-def generator(number: int) -> torch.Generator:
-    return torch.Generator().manual_seed(number)
 
 
 def window(sizes: Sizes, number: int) -> Rule:

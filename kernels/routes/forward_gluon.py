@@ -8,8 +8,8 @@ In a loop over full tiles a group issues S(j) = Q K(j)^T and then acc += P(j-1) 
 only, and computes P(j) from S(j) during the latter.  The groups take turns in issuing: the products of one
 run during the softmax of the other.
 
-Unverified on GPUs, and Gluon has no interpreter.  ``tests/gpu/test_gluon.py`` needs a GPU.  Names as in
-:mod:`tritoncp.kernels.tiles`.
+Unverified on GPUs, and Gluon has no interpreter.  ``tests/compiled/test_gluon.py`` runs on one too.  Names as
+in :mod:`tritoncp.kernels.tiles`.
 """
 
 from collections.abc import Iterator

@@ -4,11 +4,9 @@ import json
 from dataclasses import asdict
 
 import pytest
-from click.testing import CliRunner
 
-from tests.command_process import ROOT
+from tests.command_process import ROOT, invoke
 from tritoncp.analysis import resource_table
-from tritoncp.cli import main
 from tritoncp.core.versions import minor_of
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.measured_tiles import tile_tables
@@ -109,7 +107,7 @@ def test_spills_of_other_versions_of_triton_are_of_shipped_kernels_and_stay(tmp_
 def test_check_reports_a_regression(monkeypatch, tmp_path) -> None:
     """Compile one kernel; the table has another matrix unit for it."""
     words = ["inspect", "--arch", "gfx942", "--kernel", "forward", "--head-dim", "64", "--mask", "full"]
-    done = CliRunner().invoke(main, [*words, "--json", "--check"])
+    done = invoke(*words, "--json", "--check")
     (row,) = json.loads(done.stdout)
     assert done.exit_code == 0, done.output
     assert {"registers", "spill_bytes", "shared_bytes", "matrix", "tma", "config"} <= set(row)
@@ -117,7 +115,7 @@ def test_check_reports_a_regression(monkeypatch, tmp_path) -> None:
     resource_table.write([row | {"matrix": "v_wmma"}], other)
     monkeypatch.setattr(resource_table.read_table, "__defaults__", (other, ""))
     monkeypatch.setattr(resource_table, "inspect_jobs", lambda *jobs: (row for _ in range(1)))  # as compiled
-    done = CliRunner().invoke(main, [*words, "--check"])
+    done = invoke(*words, "--check")
     assert done.exit_code == 1 and "before by v_wmma" in done.stderr and "v_mfma" in done.stdout
 
 

@@ -11,8 +11,8 @@ from torch.nn.attention import flex_attention as flex
 
 import tritoncp
 from tests.kernels.support.harness import F32, F64, QKV, close, cotangents, oracle, qkv, same
+from tritoncp import create_block_mask
 from tritoncp.kernels import options
-from tritoncp.masks.mask import create_block_mask
 
 pytestmark = [
     pytest.mark.usefixtures("cpu_engine"),  # unless a test asks for kernels

@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
-from tritoncp.call import engine_factory
 
 SHAPE = 2, 3, 5, 8
 
@@ -37,9 +36,8 @@ CASES = [  # compiled for one length of values only
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("v_dim", "form", "compiled"), CASES)
-def test_out_has_the_layout_of_torchs(form, v_dim, compiled, monkeypatch):
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+@pytest.mark.usefixtures("cpu_engine", "eager_flex")
+def test_out_has_the_layout_of_torchs(form, v_dim, compiled):
     torch._dynamo.reset()
     call = tritoncp.flex_attention
     orders = list(permutations(range(4)))

@@ -64,7 +64,8 @@ def products(bias: torch.Tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
-def test_captured_tensors_keep_their_dtype_and_get_gradients_in_it(dtype, monkeypatch):
+@pytest.mark.usefixtures("eager_flex")
+def test_captured_tensors_keep_their_dtype_and_get_gradients_in_it(dtype):
     bias, x = torch.randn(4).to(dtype).requires_grad_(), qkv(*[torch.float32] * 3)
     with autocast():
         out = tritoncp.flex_attention(*x, products(bias))
@@ -72,7 +73,6 @@ def test_captured_tensors_keep_their_dtype_and_get_gradients_in_it(dtype, monkey
     assert torch.equal(out, want)
     (grad,) = torch.autograd.grad(out.float().sum(), [bias])
     assert grad.dtype == dtype
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with autocast():
         reference = torch_flex.flex_attention(*[t.detach() for t in x], score_mod=products(bias.detach()))
     assert reference.dtype == out.dtype

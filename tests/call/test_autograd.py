@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 import tritoncp
 from tritoncp import causal, create_block_mask, make_plan
-from tritoncp.call import autograd, engine_factory, op_arguments
+from tritoncp.call import autograd, op_arguments
 from tritoncp.mods import snapshot
 from tritoncp.reference.dense import dense_attention
 
@@ -82,8 +82,8 @@ def transposed(q, k, v):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("call", [plain, grouped, captures, all_outputs, transposed])
+@pytest.mark.usefixtures("cpu_engine")
 def test_opcheck(call, monkeypatch):
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     tensors = inputs()
     sample = recorded(monkeypatch, "forward_op", lambda: call(*tensors))
     opcheck(autograd.forward_op, sample)

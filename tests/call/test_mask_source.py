@@ -37,8 +37,8 @@ CALLS = [
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "compiled", "engine"), CALLS, indirect=["engine"])
-def test_torchs_answer(name, compiled, engine, monkeypatch):
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+@pytest.mark.usefixtures("eager_flex")
+def test_torchs_answer(name, compiled, engine):
     torch._dynamo.reset()
     call = tritoncp.flex_attention
     call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call

@@ -12,10 +12,17 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncp
-from tritoncp import and_masks, causal, document, sliding_window
-from tritoncp.api.attention import flex_attention
-from tritoncp.api.plans import make_plan
-from tritoncp.call import check_arguments, check_shards, engine_factory, mask_source, plan_cache
+from tritoncp import (
+    and_masks,
+    causal,
+    document,
+    flex_attention,
+    make_plan,
+    plan_cache_clear,
+    plan_cache_info,
+    sliding_window,
+)
+from tritoncp.call import check_arguments, check_shards, mask_source, plan_cache
 from tritoncp.call.plan_cache import plan_in_order
 from tritoncp.call.read import ShardSizes
 from tritoncp.mods import recording
@@ -26,26 +33,16 @@ Q = torch.zeros(1, 2, S, 16)
 
 
 @pytest.fixture(autouse=True)
-def eager(monkeypatch):
+def eager(cpu_engine):
     """Use the CPU engine and an empty plan cache."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    plan_cache.plan_cache_clear()
+    plan_cache_clear()
     for store in (plan_cache._WARNED, mask_source._WARNED, recording._WARNED):
         store.clear()
 
 
-@pytest.fixture
-def built_plans(monkeypatch):
-    """Record the plans that are built."""
-    built = []
-    build = plan_cache.build_plan
-
-    def counted(*args, **options):
-        built.append(build(*args, **options))
-        return built[-1]
-
-    monkeypatch.setattr(plan_cache, "build_plan", counted)
-    return built
+def count_built() -> int:
+    """Return the number of plans that calls built since the cache was cleared."""
+    return plan_cache_info().misses
 
 
 def lower(b, h, q, kv):
@@ -65,29 +62,29 @@ def plan(mask, q=Q):
 
 @pytest.mark.parametrize("kind", ["torch", "compact", "closed", "none"])
 @pytest.mark.bar(16)
-def test_the_same_mask_finds_its_plan(kind, built_plans):
+def test_the_same_mask_finds_its_plan(kind):
     compact = tritoncp.create_block_mask(lower, 1, 1, S, S, BLOCK_SIZE=16)
     mask = {"torch": block_mask(), "compact": compact, "closed": causal(), "none": None}[kind]
     first = plan(mask)
-    assert plan(mask) is first is plan(mask, torch.zeros(1, 4, S, 8)) and len(built_plans) == 1
+    assert plan(mask) is first is plan(mask, torch.zeros(1, 4, S, 8)) and count_built() == 1
     if kind == "closed":
-        assert plan(causal(), torch.zeros(1, 2, 24, 16)).q.length == 24 and len(built_plans) == 2
+        assert plan(causal(), torch.zeros(1, 2, 24, 16)).q.length == 24 and count_built() == 2
         assert plan(causal() & sliding_window(3)) is plan(causal() & sliding_window(3))
-        assert len(built_plans) == 3
+        assert count_built() == 3
 
 
 def chosen(count, block_size=1):
     return tritoncp.Selection(torch.zeros(1, 1, S, count).int(), block_size)
 
 
-def test_one_plan_serves_numbers_of_selected_keys_up_to_a_power_of_two(built_plans):
+def test_one_plan_serves_numbers_of_selected_keys_up_to_a_power_of_two():
     plans = [
         plan_cache.plan_for(causal(), ShardSizes.of(Q, Q, None, one), None)
         for one in (chosen(5), chosen(8), chosen(9), chosen(1, 16), None)
     ]
-    assert [one.selected for one in plans] == [8, 8, 16, 16, 0] and len(built_plans) == 3
+    assert [one.selected for one in plans] == [8, 8, 16, 16, 0] and count_built() == 3
     assert flex_attention(Q, Q, Q, causal(), selected=chosen(7)).shape == Q.shape
-    assert len(built_plans) == 3
+    assert count_built() == 3
 
 
 def test_a_raw_mask_gets_the_schedule_of_the_keys_that_queries_select():
@@ -121,7 +118,7 @@ def visible(plan):
 EDITED = r"\(32,\).*edited in place.*make the mask and the plan again"
 
 
-def test_an_edited_capture_makes_a_new_plan_of_lists_and_refuses_a_compact_mask(built_plans):
+def test_an_edited_capture_makes_a_new_plan_of_lists_and_refuses_a_compact_mask():
     table = torch.arange(S)
     mask, compact = block_mask(by_table(table)), tritoncp.create_block_mask(by_table(table), 1, 1, S, S)
     stale = plan(mask)
@@ -129,14 +126,14 @@ def test_an_edited_capture_makes_a_new_plan_of_lists_and_refuses_a_compact_mask(
     with pytest.raises(RuntimeError, match=EDITED):
         flex_attention(Q, Q, Q, compact)
     fresh = plan(mask)
-    assert fresh is not stale and len(built_plans) == 2
+    assert fresh is not stale and count_built() == 2
     with pytest.raises(RuntimeError, match=EDITED):
         flex_attention(Q, Q, Q, stale)
     expected = dense_attention(*[torch.randn(1, 2, S, 16)] * 3, fresh.mask)
     assert expected.lse[0, 0, 0] == -torch.inf  # now row 0 sees no key, although its block is listed
 
 
-def test_an_edited_closure_makes_a_new_plan_of_lists_and_refuses_a_compact_mask(built_plans):
+def test_an_edited_closure_makes_a_new_plan_of_lists_and_refuses_a_compact_mask():
     """The lists of a BlockMask decide which blocks are visited; its current mask_mod decides inside them."""
     width = 3
 
@@ -146,39 +143,39 @@ def test_an_edited_closure_makes_a_new_plan_of_lists_and_refuses_a_compact_mask(
     mask, compact = block_mask(near), tritoncp.create_block_mask(near, 1, 1, S, S)
     plan(mask)
     width = 5
-    assert visible(plan(mask))[8].sum() == 6 and len(built_plans) == 2
+    assert visible(plan(mask))[8].sum() == 6 and count_built() == 2
     with pytest.raises(RuntimeError, match=r"closure variable width was 3 and is 5.*make the mask"):
         plan(compact)
 
 
-def test_edited_index_lists_make_a_new_plan(built_plans):
+def test_edited_index_lists_make_a_new_plan():
     mask = block_mask()
     assert visible(plan(mask))[20, 3]
     mask.kv_num_blocks[..., 1] = 1
     mask.kv_indices[..., 1, 0] = 1
     mask.full_kv_num_blocks[..., 1] = 0
-    assert not visible(plan(mask))[20, 3] and len(built_plans) == 2
+    assert not visible(plan(mask))[20, 3] and count_built() == 2
 
 
-def test_new_closures_around_the_same_tensors_are_the_same_mask(built_plans):
+def test_new_closures_around_the_same_tensors_are_the_same_mask():
     table = torch.arange(S)
     mask = block_mask(by_table(table))
     first = plan(mask)
     mask.mask_mod = by_table(table)
     assert plan(mask) is first
     mask.mask_mod = by_table(table.clone())
-    assert plan(mask) is not first and len(built_plans) == 2
+    assert plan(mask) is not first and count_built() == 2
 
 
 @pytest.mark.long
-def test_the_plan_of_a_freed_mask_is_never_found_for_another_mask(built_plans):
+def test_the_plan_of_a_freed_mask_is_never_found_for_another_mask():
     """Dozens of short-lived masks, whose ids may be reused, each get the right result."""
     for i in range(80):
         limit = torch.full((S,), i % 7)
         mask = tritoncp.create_block_mask(by_table(limit), 1, 1, S, S)
         assert visible(plan(mask))[0].sum() == i % 7 + 1
         del mask, limit
-    assert len(built_plans) == 80
+    assert count_built() == 80
 
 
 def test_the_cache_keeps_neither_masks_nor_index_lists_alive():
@@ -190,31 +187,31 @@ def test_the_cache_keeps_neither_masks_nor_index_lists_alive():
     assert [ref() for ref in lists] == [None, None]
 
 
-def test_eviction_is_by_count_in_call_order(built_plans):
+def test_eviction_is_by_count_in_call_order():
     masks = [sliding_window(i) for i in range(plan_cache.MAX_PLANS + 1)]
     plans = [plan(mask) for mask in masks[: plan_cache.MAX_PLANS]]
     assert plan(masks[0]) is plans[0]  # used again: now the youngest
     plan(masks[-1])
     assert plan(masks[0]) is plans[0] and plan(masks[2]) is plans[2]
-    count = len(built_plans)
-    assert plan(masks[1]) is not plans[1] and len(built_plans) == count + 1
+    count = count_built()
+    assert plan(masks[1]) is not plans[1] and count_built() == count + 1
 
 
 def test_hits_and_misses_are_counted_and_cached_bytes_are_bounded(monkeypatch):
     one = plan(sliding_window(0))
-    size = plan_cache.plan_cache_info().nbytes
+    size = plan_cache_info().nbytes
     assert size == one.mask.nbytes + one.q.nbytes + one.kv.nbytes > 0
     monkeypatch.setattr(plan_cache._CACHES.of(None), "max_weight", 3 * size)
     for window in (0, 1, 2, 3, 0, 3):
         plan(sliding_window(window))
-    info = plan_cache.plan_cache_info()
+    info = plan_cache_info()
     assert (info.hits, info.misses, info.plans) == (2, 5, 3)  # 0 and 3 are hits; 0 was evicted by 3
     assert info.nbytes <= 3 * size
     monkeypatch.setattr(plan_cache._CACHES.of(None), "max_weight", 1)
     last = plan(sliding_window(9))
     assert plan(sliding_window(9)) is last  # one plan is kept, however large it is
-    plan_cache.plan_cache_clear()
-    assert plan_cache.plan_cache_info()[:4] == (0, 0, 0, 0)
+    plan_cache_clear()
+    assert plan_cache_info()[:4] == (0, 0, 0, 0)
 
 
 def test_a_plan_that_served_a_call_of_a_key_is_not_checked_again(monkeypatch):
@@ -225,22 +222,22 @@ def test_a_plan_that_served_a_call_of_a_key_is_not_checked_again(monkeypatch):
     assert checks == [None, None, "a", "b"]
 
 
-def test_the_tensors_of_equal_calls_are_checked_once_and_before_a_plan_is_made(monkeypatch, built_plans):
+def test_the_tensors_of_equal_calls_are_checked_once_and_before_a_plan_is_made(monkeypatch):
     checks, check = [], check_arguments.check_tensors
     monkeypatch.setattr(
-        check_arguments, "check_tensors", lambda *args: checks.append(len(built_plans)) or check(*args)
+        check_arguments, "check_tensors", lambda *args: checks.append(count_built()) or check(*args)
     )
     masks = causal(), sliding_window(2)
     for shape in ((1, 2, 23, 7), (1, 2, 23, 9), (1, 2, 23, 7)):
         for mask in masks:
             tritoncp.flex_attention(*torch.zeros(3, *shape), mask)
-    assert checks == [0, 2] and len(built_plans) == 2
+    assert checks == [0, 2] and count_built() == 2
 
 
 # -- what cannot be compared -----------------------------------------------------------------------------
 
 
-def test_tensors_without_a_version_always_miss_and_are_warned_of_once(built_plans):
+def test_tensors_without_a_version_always_miss_and_are_warned_of_once():
     with torch.inference_mode():
         table = torch.arange(S)
     mask = block_mask(by_table(table))
@@ -250,10 +247,10 @@ def test_tensors_without_a_version_always_miss_and_are_warned_of_once(built_plan
         warnings.simplefilter("error")
         assert plan(mask) is not first
         flex_attention(Q, Q, Q, mask)
-    assert len(built_plans) == 3
+    assert count_built() == 3
 
 
-def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan(built_plans):
+def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan():
     values = iter(range(3))  # an object without attributes and without a value to compare
     sign = [1]
 
@@ -266,9 +263,9 @@ def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan(built
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan(mask)
-    assert len(built_plans) == 1
+    assert count_built() == 1
     sign[0] = -1
-    assert visible(plan(mask))[0, 1] and len(built_plans) == 2
+    assert visible(plan(mask))[0, 1] and count_built() == 2
 
 
 # -- what it costs ---------------------------------------------------------------------------------------

@@ -257,8 +257,8 @@ CASES = [
 
 @pytest.mark.sample(14)
 @pytest.mark.parametrize("case", named(CASES))
-def test_torch_gives_the_float64_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("eager_flex")
+def test_torch_gives_the_float64_answer(case: Case) -> None:
     """torch's eager call in float64: the table means the same in torch as here."""
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     got, want = answers(case, tensors_of(case), call_torch), expected(case)
     agree(case, got | {"max_scores": want["max_scores"]}, want)

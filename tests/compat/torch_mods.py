@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.zoo import Pairs, Rule, Score, ScoreMod, Sizes, generator, python_rule
+from tests.device import generator
+from tests.zoo import Pairs, Rule, Score, ScoreMod, Sizes, python_rule
 
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 

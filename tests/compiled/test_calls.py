@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,9 +10,8 @@ import torch
 
 from tests.cases import Case, check
 from tests.conftest import COMPILED
+from tests.kernels.support.harness import route, transposed_products
 from tritoncp.executor import compiled_kernels
-from tritoncp.kernels.engine import RequestedRouteWarning
-from tritoncp.kernels.toolchain import fused_fault
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Two tiles of queries and of keys, the last ones ragged.
@@ -36,6 +33,7 @@ ONE_STEP = {
     "hidden rows": replace(CALL, mask=("hidden rows", 2), score="hides", sinks=True),
     "wide": replace(CALL, dims=(192, 128), score="slopes", scale=-0.2, group=1),
     "widest": replace(CALL, dims=(256, 256), group=1),
+    "a graph": replace(CALL, compiled=True, score="slopes", group=1),
     "narrow": replace(SHORT, dims=(16, 16), mask=("prefix", 40)),
     "no descriptors": replace(CALL, layout="one channel"),
     "odd blocks": replace(CALL, group=1, block=100, mask=("prefix", 130)),
@@ -59,17 +57,11 @@ RANKS["ring, forward"] = replace(RANKS["ring"], loss="forward")
 FIRST = "causal", "split keys"
 TRANSPOSED = {
     "fused": replace(CALL, options={"FUSED_BACKWARD": True}),
+    "fused, more channels": replace(CALL, dims=(128, 128), options={"FUSED_BACKWARD": True}),
     "flip": replace(CALL, length=300, kv_length=300, group=1, options={"bwd_FLIP": True}),
 }
-ROUTE = replace(CALL, options={"ROUTE": "gluon"}, loss="forward")
-GLUON = {
-    "causal": replace(ROUTE, dims=(128, 128)),
-    "whole tiles": replace(ROUTE, group=1, mask=("everything", 0), length=256, kv_length=1024),
-    "once around its rings": replace(ROUTE, group=1, mask=("everything", 0), length=100, kv_length=700),
-    "full tiles, then masked ones": replace(ROUTE, group=1, mask=("prefix", 550), length=100, kv_length=600),
-}
 # Three tiles of queries and of keys. In 128 channels, sums are rescaled in two pieces.
-SPLIT = replace(ROUTE, options={"ROUTE": "specialized"}, group=1, length=300, kv_length=300)
+SPLIT = replace(CALL, options={"ROUTE": "specialized"}, loss="forward", group=1, length=300, kv_length=300)
 SPECIALIZED = {
     "causal": replace(SPLIT, dims=(128, 128), group=2),
     "everything": replace(SPLIT, mask=("everything", 0), score="softcap", dims=(64, 128), dtype=F16),
@@ -97,27 +89,8 @@ def test_ranks(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_transposed_products(name: str) -> None:
-    """They are refused where GPUs are reported to compute them wrong."""
-    with nullcontext() if fused_fault(COMPILED) is None else pytest.raises(ValueError, match="kernel option"):
+    with transposed_products():
         check(TRANSPOSED[name])
-
-
-@contextmanager
-def route_is_taken() -> Iterator[None]:
-    """Raise where a step goes by the loops, as it does if its results by the route are wrong."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RequestedRouteWarning)
-        yield
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", GLUON)
-def test_gluon(name: str) -> None:
-    """Full tiles around the rings before masked ones, masked blocks alone, and full tiles alone.
-
-    Its kernel is written for Hopper: other GPUs take the loops, and say so."""
-    with route_is_taken() if COMPILED == "sm_90" else pytest.warns(RequestedRouteWarning, match="loops"):
-        check(GLUON[name])
 
 
 @pytest.mark.long
@@ -125,10 +98,6 @@ def test_gluon(name: str) -> None:
 def test_specialized(name: str) -> None:
     """Warps with roles of their own, in several orders. Only Blackwell has the route: other GPUs take the
     loops, and say so."""
-    taken = COMPILED == "sm_100"
-    for seed in (None, 1, 2) if taken else (None,):
-        with (
-            route_is_taken() if taken else pytest.warns(RequestedRouteWarning, match="loops"),
-            compiled_kernels(COMPILED, seed),
-        ):
+    for seed in (None, 1, 2) if COMPILED == "sm_100" else (None,):
+        with route("specialized"), compiled_kernels(COMPILED, seed) if COMPILED else nullcontext():
             check(SPECIALIZED[name])

@@ -14,9 +14,16 @@ def call_results() -> list:
     traced = tritoncp.create_block_mask(
         lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), None, None, S, S, device="cpu", BLOCK_SIZE=16
     )
+    documents = tritoncp.create_block_mask(tritoncp.document(lengths=[30, 66]), 1, 1, S, S, BLOCK_SIZE=16)
     mask = traced.with_intervals()
     x = torch.arange(S * 16.0, device="cpu").view(1, 1, S, 16) / 999
-    results = [str(mask), mask.rows(16, 90).to_dense().tolist(), mask[0, 0, 2:4].draw(), mask.sparsity()]
+    results = [
+        str(mask),
+        str(documents),
+        mask.rows(16, 90).to_dense().tolist(),
+        mask[0, 0, 2:4].draw(),
+        mask.sparsity(),
+    ]
     results.append(tritoncp.from_block_mask(mask.to_block_mask()).runs.runs.tolist())
     for balancer in tritoncp.balancers:
         plan = tritoncp.make_plan(mask, world_size=W, rank=1, balancer=balancer)

@@ -8,12 +8,10 @@ import warnings
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import tritoncp
-from tests.command_process import ROOT
+from tests.command_process import ROOT, invoke
 from tests.multiprocess import ranks
-from tritoncp.cli import main
 from tritoncp.core import versions
 
 
@@ -69,10 +67,10 @@ def test_tested_versions_are_silent(recwarn):
 
 
 def test_doctor_shows_the_tested_versions(newer_triton):
-    report = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)
+    report = json.loads(invoke("doctor", "--json").stdout)
     assert report["newest_tested"] == versions.NEWEST_TESTED
     assert any("triton 3.99.0 is newer than" in line for line in report["advice"])
-    assert "tested up to" in CliRunner().invoke(main, ["doctor"]).output
+    assert "tested up to" in invoke("doctor").output
 
 
 def test_the_versions_are_those_of_the_pins_and_the_requirements():

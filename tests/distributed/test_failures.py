@@ -11,9 +11,10 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -451,12 +452,24 @@ def test_a_missing_backward_pass_is_reported_if_checks_are_on(
 
 
 class StandIn:
-    """A stand-in for a process group of three ranks, in one process: its store, this rank."""
+    """A stand-in for a process group of three ranks, in one process, which torch knows: its store, this
+    rank, the timeout of its backend."""
 
     group_name = "stand-in"
 
-    def __init__(self, rank: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, store: Any, seconds: float = 9, backend: str = "gloo") -> None:
         self.rank, self.size, self.get_group_store = lambda: rank, lambda: 3, lambda: store
+        options = SimpleNamespace(_timeout=timedelta(seconds=seconds))
+        self._get_backend = mock.Mock(return_value=SimpleNamespace(options=options))
+        dist.distributed_c10d._world.pg_map[self] = backend, store  # type: ignore[index]
+
+
+@pytest.fixture(autouse=True)
+def forget_stand_ins() -> Iterator[None]:
+    yield
+    known = dist.distributed_c10d._world.pg_map
+    for group in [group for group in known if isinstance(group, StandIn)]:
+        del known[group]
 
 
 class DeadStore(dist.Store):
@@ -501,10 +514,8 @@ def test_a_store_that_hangs_keeps_no_process_alive(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_the_error_of_a_lost_message_names_the_ranks_that_caused_it(
-    kinds: dict[int, str] | None, absent: tuple[int, ...], text: str, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    kinds: dict[int, str] | None, absent: tuple[int, ...], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=9))
     store = DeadStore() if kinds is None else dist.HashStore()
     for rank, kind in (kinds or {}).items():
         failures._append(StandIn(rank, store), failures.LogEntry(rank, 4, kind, f"entry of rank {rank}"))
@@ -520,7 +531,6 @@ def test_the_error_of_a_lost_message_names_the_ranks_that_caused_it(
 
 
 def test_the_error_of_a_lost_message_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=9))
     store, ranks = dist.HashStore(), [1, 2]
 
     def append(seconds: float) -> None:
@@ -535,21 +545,17 @@ def test_the_error_of_a_lost_message_waits_for_the_others(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("present", [1, 2])
-def test_a_communicator_is_made_once_all_ranks_are_there(
-    present: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_communicator_is_made_once_all_ranks_are_there(present: int) -> None:
     """One or two of three ranks came."""
 
     def connect() -> None:
         assert present == 2
         raise RuntimeError("refused")
 
-    monkeypatch.setattr(groups, "is_dry_run", lambda group: False)
-    monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=0.5))
     store = dist.HashStore()
     store.add("present", present)
     with pytest.raises(failures.PeerLost, match="0 of 3 was at a call, and ranks 1, 2 did not") as error:
-        groups._connect(StandIn(0, store), store, "a call", connect)
+        groups._connect(StandIn(0, store, 0.5), store, "a call", connect)
     assert ("refused" in str(error.value)) == (present == 2)
 
 
@@ -604,10 +610,8 @@ def test_a_call_after_a_failure_waits_only_for_ranks_that_may_have_failed_alike(
     ],
 )
 def test_a_message_is_lost_once_a_rank_has_stopped_before_it_or_time_is_up(
-    entries: list[tuple[int, int]], waited: float, has_store: bool, is_lost: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    entries: list[tuple[int, int]], waited: float, has_store: bool, is_lost: bool
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=9))
     store = dist.HashStore()
     for rank, messages in entries:
         entry = failures.LogEntry(rank, messages, failures.CLOSED, "an entry")
@@ -623,14 +627,10 @@ def test_a_message_is_lost_once_a_rank_has_stopped_before_it_or_time_is_up(
 @pytest.mark.parametrize(
     ("backends", "device"), [("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("gloo", "cpu")]
 )
-def test_companions_share_the_timeout_of_the_tensors_backend(
-    backends: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_companions_share_the_timeout_of_the_tensors_backend(backends: str, device: str) -> None:
     """A group of NCCL alone has none for the CPU."""
-    limit, group = timedelta(seconds=7), mock.Mock()
-    group._get_backend.return_value.options._timeout = limit
-    monkeypatch.setattr(dist, "get_backend", lambda of: backends)
-    assert failures.timeout(group) == limit
+    group = StandIn(0, dist.HashStore(), 7, backends)
+    assert failures.timeout(group) == timedelta(seconds=7)
     group._get_backend.assert_called_once_with(torch.device(device))
 
 
@@ -653,8 +653,7 @@ def test_an_error_within_a_slice_is_raised_as_the_messages_error(
     assert (result, checks.call_count) == ("PeerLost: after 0.0 s" if len(times) == 2 else None, asked)
 
 
-def test_the_first_failure_is_kept_and_a_shared_failure_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "_has_others", lambda group: True)
+def test_the_first_failure_is_kept_and_a_shared_failure_is_ignored() -> None:
     store = dist.HashStore()
     group = StandIn(0, store)
     record = failures.record_of(group)
@@ -666,8 +665,7 @@ def test_the_first_failure_is_kept_and_a_shared_failure_is_ignored(monkeypatch: 
     assert "call 1 of rank 0 failed: ValueError: first" in record.closed
 
 
-def test_a_call_in_a_call_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "_has_others", lambda group: True)
+def test_a_call_in_a_call_fails_once() -> None:
     group = StandIn(0, dist.HashStore())
     record = failures.record_of(group)
     with pytest.raises(ValueError, match="inner"), failures.closing(group), failures.closing(group):
@@ -701,7 +699,6 @@ def test_a_message_that_a_graph_cannot_start_is_lost(monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> None:
         raise RuntimeError("refused")
 
-    monkeypatch.setattr(failures, "timeout", lambda group: timedelta(seconds=9))
     request = collectives.AllGather(torch.ones(1))
     text = (
         r"rank 0 of 3 was at turn 1 of a layer's schedule, AllGather.* ranks 1, 2 did not come .*\(refused\)"

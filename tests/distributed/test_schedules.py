@@ -15,14 +15,13 @@ from torch.nn.attention.flex_attention import AuxRequest
 import tritoncp
 from tests.kernels.support.harness import F32, F64, agree, cotangents, oracle, over_ranks, qkv
 from tests.multiprocess.ranks import run as on_ranks
-from tritoncp import Mask, and_masks, causal, document
+from tritoncp import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.call import engine_factory
 from tritoncp.core.records import replace
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Ticket
 from tritoncp.distributed.schedules import SCHEDULES, buffers
 from tritoncp.distributed.schedules.buffers import laid_out_as
-from tritoncp.masks import create_block_mask
 from tritoncp.planning.build import build
 from tritoncp.planning.costs import traffic
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from tests.multiprocess import ranks
-from tritoncp.planning.costs import traffic
 
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = ("transformers", "torchtitan")  # prefixes of examples that tests/integrations runs
@@ -132,11 +131,8 @@ def measure_checkpoints(group: Any, compiled: bool) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore:.*saves torch's flex_attention")
-def test_checkpoints_keep_and_repeat_what_the_page_says(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_keep_and_repeat_what_the_page_says(compiled: bool) -> None:
     """The compiled way needs a C++ compiler."""
-    monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # tests split messages that are otherwise sent whole
     page, model = read_checkpoint_table(), import_module("train_loop")
     tables = ranks.run(2, measure_checkpoints, compiled)
     *_, loss, gradients = tables[0]["no checkpoint"]
@@ -154,11 +150,8 @@ def test_checkpoints_keep_and_repeat_what_the_page_says(
 
 
 @pytest.mark.long
-def test_the_program_prints_its_table_once_and_the_losses_of_each_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_program_prints_its_table_once_and_the_losses_of_each_rank() -> None:
     """It runs as under torchrun, by `launch` of train_loop.py, which starts nearly all examples."""
-    monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # other tests split messages
     path = ROOT / "examples/selective_checkpoint.py"
     first, second = ranks.run_program(2, path, lambda variables, output: output.splitlines())
     *table, losses = first

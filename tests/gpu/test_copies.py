@@ -1,13 +1,15 @@
 """Copies from the GPU to the host: one to make a plan, none in later calls."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
-from tests.gpu.support import no_waiting
+from tests.device import DEVICE
 from tritoncp import (
     and_masks,
     causal,
@@ -20,7 +22,6 @@ from tritoncp import (
 from tritoncp.kernels.routes import route_check
 from tritoncp.kernels.tile_rules import architecture, widest_route
 
-DEVICE = "cuda"
 S = 512
 
 
@@ -33,6 +34,14 @@ def copies_back(work):
         torch.cuda.synchronize()
     on_device = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
     return sum("DtoH" in event.name or "DeviceToHost" in event.name for event in on_device)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raise where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
 
 
 def masks():
@@ -95,8 +104,20 @@ def test_a_plan_made_by_hand_takes_one():
     assert plans[0].world_size == 4
 
 
+def test_a_mask_of_gpu_tensors_is_the_one_of_their_copies():
+    ids, noise = torch.randint(0, 9, (2, 4096)).sort(1).values, torch.randint(0, 3, (4096,))
+
+    def mask_of(ids, noise):
+        def mod(b, h, q, kv):
+            return (ids[b, q] == ids[b, kv]) & (noise[q] <= noise[kv] + h)
+
+        return create_block_mask(mod, 2, 2, 4096, 4096)
+
+    assert mask_of(ids, noise).runs == mask_of(ids.cpu(), noise.cpu()).runs
+
+
 def test_score_mods_must_bring_their_tensors():
-    table, (q, k, v) = torch.zeros(S), tensors()
+    table, (q, k, v) = torch.zeros(S, device="cpu"), tensors()
     with pytest.raises(ValueError, match=r"on cpu, the query is on cuda:0; move it there once"):
         flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j], causal())
 
@@ -122,7 +143,7 @@ def test_a_route_is_compared_once_and_not_in_a_graph(monkeypatch):
 
 def test_a_graph_uses_the_copies_of_an_earlier_call():
     """A captured call reads the tables and the CPU tensors of a mask_mod that the call before it copied."""
-    odd, (q, k, v) = torch.arange(S) % 3 == 0, (x.detach() for x in tensors())
+    odd, (q, k, v) = torch.arange(S, device="cpu") % 3 == 0, (x.detach() for x in tensors())
     plan = make_plan(create_block_mask(lambda b, h, q, kv: (q >= kv) & (odd[q] | odd[kv]), 1, 1, S, S))
     first = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="once before the capture"), torch.cuda.graph(first):

@@ -1,18 +1,23 @@
-"""Messages beside a kernel that fills the GPU: a copy of few blocks, on streams of two priorities."""
+"""NCCL, and messages beside a kernel that fills the GPU: a copy of few blocks, on streams of two
+priorities."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import tritoncp
-from tests.gpu.support import DEVICE, ON_GPU, normal
+from tests.device import TOKENS
+from tests.kernels.support.harness import MASKS, cotangents, qkv, run, same
 
-S = 16384 if ON_GPU else 128
+S = 16384
 LAUNCHES = 4  # blocks of the copy: each waits for a free multiprocessor
 ROUNDS = 5
 
@@ -33,8 +38,8 @@ def strided_copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def measure(priority: int) -> Times:
     """Time attention on the current stream and a copy, queued after it, on a stream of this priority."""
-    q, k, v = (normal(1, 32, S, 128) for _ in range(3))
-    source, target = torch.randn(512, 512, device=DEVICE), torch.empty(512, 512, device=DEVICE)
+    q, k, v = torch.randn(3, 1, 32, S, 128, dtype=torch.bfloat16)
+    source, target = torch.randn(512, 512), torch.empty(512, 512)
     tritoncp.flex_attention(q, k, v)  # compiles the kernel
     strided_copy(source, target)
     side = torch.cuda.Stream(priority=priority)
@@ -52,16 +57,33 @@ def measure(priority: int) -> Times:
     return Times(begin.elapsed_time(end), begin.elapsed_time(copied))
 
 
-if ON_GPU:
+def test_a_high_priority_copy_ends_before_the_attention_kernel() -> None:
+    """An assumption of docs/decisions/0001: without it no schedule overlaps its messages."""
+    low, high = torch.cuda.Stream.priority_range()
+    normal = [measure(low) for _ in range(ROUNDS)]
+    urgent = [measure(high) for _ in range(ROUNDS)]
+    print(f"\npriority {low}: {normal}\npriority {high}: {urgent}")
+    shares = sorted(times.copy / times.attention for times in urgent)
+    assert shares[ROUNDS // 2] < 0.9, f"the copy waits for the kernel: {urgent}"
 
-    def test_a_high_priority_copy_ends_before_the_attention_kernel() -> None:
-        """An assumption of docs/decisions/0001: without it no schedule overlaps its messages."""
-        low, high = torch.cuda.Stream.priority_range()
-        normal = [measure(low) for _ in range(ROUNDS)]
-        urgent = [measure(high) for _ in range(ROUNDS)]
-        print(f"\npriority {low}: {normal}\npriority {high}: {urgent}")
-        shares = sorted(times.copy / times.attention for times in urgent)
-        assert shares[ROUNDS // 2] < 0.9, f"the copy waits for the kernel: {urgent}"
+
+@pytest.fixture
+def group_of_one() -> Iterator[dist.ProcessGroup]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_process_group_of_one_is_one_device(group_of_one: dist.ProcessGroup) -> None:
+    x, whole = qkv(TOKENS, heads=2, dim=64, dtype=torch.bfloat16), MASKS["causal"](TOKENS, 128)
+    start = cotangents(x)
+    alone, plan = run(x, whole, start=start), tritoncp.make_plan(whole, group_of_one)
+    for mask in (whole, plan):
+        got = run(x, mask, start=start, mesh=group_of_one)
+        same((*got[:3], *got.grads), (*alone[:3], *alone.grads))
+    q = tritoncp.shard(x.q, plan, dim=2)
+    assert torch.equal(tritoncp.unshard(q, plan, group_of_one, dim=2), x.q) and q.shape[2] == TOKENS
 
 
 if torch.cuda.device_count() > 1:

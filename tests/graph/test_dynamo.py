@@ -15,7 +15,7 @@ from tests.draws import by_turns
 from tests.graph.compiled_calls import Compiled
 from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
-from tritoncp.call import autograd, plan_cache, traced
+from tritoncp.call import autograd, traced
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.graph import constants
 from tritoncp.graph.inputs import flatten_callable, rebuild
@@ -212,9 +212,8 @@ def test_a_compiled_call_gets_the_kernel_options_that_it_was_passed(monkeypatch)
         assert dict(seen[-1].options) == {"SPLIT_KV": n, "num_stages": 1 + n % 8} | OPTIONS
 
 
-def test_documents_of_lengths_share_a_plan_and_may_leave_the_graph(monkeypatch):
-    plans, build = [], plan_cache.plan_in_order
-    monkeypatch.setattr(plan_cache, "plan_in_order", lambda *args: plans.append(args) or build(*args))
+def test_documents_of_lengths_share_a_plan_and_may_leave_the_graph():
+    tritoncp.plan_cache_clear()
 
     def layers(x, lengths):
         mask = document(lengths=lengths)
@@ -224,7 +223,7 @@ def test_documents_of_lengths_share_a_plan_and_may_leave_the_graph(monkeypatch):
     lengths = torch.tensor([24, 40])
     for _ in range(2):
         out, mask = fast(x, lengths)
-    assert len(plans) == 1
+    assert tritoncp.plan_cache_info().misses == 1
     torch.testing.assert_close(out, layers(x, lengths)[0])
     own = document(lengths=lengths)
     for part in (causal(), lambda b, h, q, kv: q >= kv):
@@ -255,16 +254,14 @@ def test_inference_mode():
     assert all(torch.equal(out, want) for out in inside)
 
 
-def test_a_raw_mask_is_planned_once(monkeypatch):
-    plans = []
-    build = plan_cache.plan_in_order
-    monkeypatch.setattr(plan_cache, "plan_in_order", lambda *args: plans.append(args) or build(*args))
+def test_a_raw_mask_is_planned_once():
+    tritoncp.plan_cache_clear()
     fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
     mask = KINDS["torch's"](3)
     for _ in range(3):
         fast(q, k, v, mask)
-    assert len(plans) == 1
+    assert tritoncp.plan_cache_info().misses == 1
 
 
 def test_edits_of_captures_are_seen():

@@ -27,13 +27,13 @@ def run_compiled(arch: str, *words: str) -> None:
     ],
 )
 def test_calls_run_on_compiled_code(arch: str, which: str) -> None:
-    run_compiled(arch, "tests/compiled", "-m", f"{which} and not nightly")
+    run_compiled(arch, "tests/compiled", "tests/executor/compiled", "-m", f"{which} and not nightly")
 
 
 @pytest.mark.nightly
 @pytest.mark.interpreted
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("what", ["tests/compiled -m nightly", "tests/kernels"])
+@pytest.mark.parametrize("what", ["tests/compiled tests/executor/compiled -m nightly", "tests/kernels"])
 def test_all_kernels_run_on_compiled_code(arch: str, what: str) -> None:
     """Every shipped kernel, drawn calls, and every test of kernels."""
     run_compiled(arch, *what.split())

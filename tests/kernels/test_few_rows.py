@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 import tritoncp
+from tests.device import DEVICE, LONG, ON_GPU, REPEATS
 from tests.kernels.support.harness import (
     F32,
     F64,
@@ -31,12 +32,12 @@ from tests.kernels.support.harness import (
     same,
     single,
 )
-from tritoncp import and_masks, causal, document, full_mask, sliding_window
+from tritoncp import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.call.engine_factory import ENGINES
 from tritoncp.kernels import engine, tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods, count_tiles
-from tritoncp.masks.mask import create_block_mask
+from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod
 from tritoncp.planning.step_tables import ForwardStep
 from tritoncp.reference.dense import dense_attention
@@ -140,8 +141,23 @@ def test_packed_rows_have_the_results_of_single_rows() -> None:
 @pytest.mark.bits
 def test_shared_keys_give_the_same_bits_every_time() -> None:
     x, mask = qkv(ROWS, KEYS), MASKS["window"]()
-    same(answers(x, mask, SPLIT_KV=3, **TILE), answers(x, mask, SPLIT_KV=3, **TILE))
+    first = answers(x, mask, SPLIT_KV=3, **TILE)
+    for _ in range(REPEATS):
+        same(answers(x, mask, SPLIT_KV=3, **TILE), first)
     same(answers(x, mask, SPLIT_KV=1, **TILE), answers(x, mask, **TILE))
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_few_rows_of_the_rule_equal_dense_attention(rows: int) -> None:
+    """On a GPU its multiprocessors share the keys of a row, and four heads are one tile."""
+    x = qkv(rows, 2 * LONG, heads=4, kv_heads=1, dim=128, dtype=torch.bfloat16)
+    mask = create_block_mask(sliding_window(-1, 2 * LONG - rows), 1, 1, rows, 2 * LONG)
+    args = launch(rows, 4, 1, mask, arch=architecture(DEVICE), keys=2 * LONG, device=str(DEVICE)).args
+    assert (args["PACK"], (args["splits"] or 1) > 1) == ((4, True) if ON_GPU else (1, False))
+    first = answers(x, mask)
+    right(first, x, mask)
+    for _ in range(REPEATS):
+        same(answers(x, mask), first)
 
 
 @pytest.mark.bits
@@ -210,7 +226,7 @@ def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str 
     """Prepare the kernel launch for this architecture, of queries from ``first`` on; the first of two."""
     x = [torch.empty(batch, n, s, 128, dtype=dtype, device=device)
          for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]  # fmt: skip
-    tables = single(mask or full_mask(rows, keys)).tables("cpu", batch, heads)
+    tables = single(mask or full_mask(rows, keys)).tables("cpu" if device == "meta" else device, batch, heads)
     tables = replace(tables, q_first=first) if first else tables
     out, lse = torch.empty_like(x[0]), torch.empty(batch, heads, rows, dtype=F32, device=device)
     return TritonEngine(Mods(), 1.0, options, arch=arch).forward(ForwardStep(*x, tables, out, lse)).parts[0]
@@ -305,15 +321,11 @@ def test_hand_written_mods_are_given_one_head() -> None:
     assert engine.options["PACK_GQA"] is False
 
 
-class Device:
-    multi_processor_count = 132
-
-
 @pytest.mark.long
-def test_programs_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_fill_the_device(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two for each multiprocessor, each with two tiles of the keys that any row sees; a whole tile of rows is
     never split, and the states of all programs stay small."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    gpus("sm_90")
     monkeypatch.setattr(engine, "MAX_PARTIAL_BYTES", limit := 1 << 22)
     rng, chosen = random.Random(0), set()
     for _ in range(60):
@@ -341,11 +353,11 @@ def test_programs_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(
-    monkeypatch: pytest.MonkeyPatch,
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One for each query head if there are fewer than two per multiprocessor for KV heads, and the
     partial sums stay small."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    gpus("sm_90")
     step, chosen = TritonEngine(Mods(), 1.0, arch="sm_90"), set()
     invariant = TritonEngine(Mods(), 1.0, {"invariant": True}, arch="sm_90")
     for batch, (heads, kv_heads), keys in itertools.product(

@@ -1,27 +1,30 @@
 """Forward kernels: masks by every route, score_mods, scales, statistics."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import tritoncp
 from tests.kernels.support.harness import F64, agree, check, close, cotangents, qkv, run, same
-from tritoncp import Mask, causal, full_mask, not_, sliding_window
+from tritoncp import Mask, causal, create_block_mask, full_mask, not_, sliding_window
 from tritoncp.core.records import replace
-from tritoncp.masks.mask import create_block_mask
-from tritoncp.masks.runs.block_runs import Runs
 
 TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_M1": 16, "BLOCK_N1": 16, "BLOCK_M2": 16, "BLOCK_N2": 16}
 
 
-def from_kinds(rows: list[list[int]], mask_mod=None) -> Mask:
+def from_kinds(rows: list[list[int]], mask_mod: Any = None) -> Mask:
     """A mask of 16 x 16 blocks: 0 for the mask_mod, 1 for all pairs, 3 for none."""
-    kinds = torch.tensor(rows, dtype=torch.uint8)[None, None]
-    runs = Runs.from_kinds(kinds)
-    return Mask(16 * kinds.shape[2], 16 * kinds.shape[3], 16, 16, runs, mask_mod, None, None)
+    kinds = torch.tensor(rows, device="cpu")[None, None]
+    lists = []
+    for kind in (0, 1):
+        listed = kinds == kind
+        lists += [listed.sum(-1).int(), listed.int().argsort(dim=-1, descending=True, stable=True).int()]
+    sizes = 16 * kinds.shape[2], 16 * kinds.shape[3]
+    return tritoncp.from_block_mask(BlockMask.from_kv_blocks(*lists, 16, mask_mod, sizes))
 
 
 # -- rows that see nothing ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tests.masks.packed_documents import Answer
+from tests.kernels.support.harness import Answer
 from tests.multiprocess import ranks
 from tritoncp import Mask, causal, create_block_mask, document, flex_attention, full_mask, sliding_window
 from tritoncp.core.records import replace

@@ -94,7 +94,8 @@ def test_wrong_layouts_of_a_cached_launch_are_found_by_interpreted_kernels() -> 
 def test_a_kernel_is_launched_as_it_was_compiled_first() -> None:
     x, plan = qkv(S, heads=2), make_plan(create_block_mask(causal(), 1, 1, S, S))
     results = torch.empty_like(x.q), torch.empty(1, 2, S)
-    launch = TritonEngine(Mods(), 0.25).forward(ForwardStep(*x, plan.tables("cpu", 1, 2), *results)).parts[0]
+    step = ForwardStep(*x, plan.tables(x.q.device, 1, 2), *results)
+    launch = TritonEngine(Mods(), 0.25).forward(step).parts[0]
     compiled, launched = [mock.MagicMock() for _ in range(2)], launch._replace(compiled=[])
     launched.compiled.extend(compiled)
     launched()

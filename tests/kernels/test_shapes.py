@@ -4,14 +4,15 @@ from collections.abc import Callable
 from functools import cache
 from itertools import cycle, product
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import tritoncp
+from tests.device import ON_GPU
 from tests.kernels.support.harness import F32, F64, QKV, Results, agree, check, cotangents, qkv, run, same
-from tritoncp import Mask, and_masks, causal, document, full_mask, sliding_window
-from tritoncp.masks import create_block_mask
+from tritoncp import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
 DIMS = [16, 24, 40, 64, 80, 96, 128, 192, 256]
 SIZES = [  # (head dim of q, head dim of v)
@@ -84,6 +85,25 @@ def test_strides_do_not_matter(layout: str, engine: str) -> None:
     assert not moved.q.is_contiguous() or layout == "off by one element"
     got = run(moved, mask, start=(move(dout), dlse))
     (agree if layout == "channels before rows" or engine == "cpu" else same)(got, want)
+
+
+TILES_OF_32 = {f"BLOCK_{side}{kernel}": 32 for side in "MN" for kernel in ("", "1", "2")}
+
+
+@pytest.mark.bar(9)
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+@pytest.mark.parametrize("far", ["heads", "rows"])
+def test_offsets_beyond_two_to_the_31(far: str, part: str) -> None:
+    """The second head, or the last row of a tile, lies that far from the first one, in memory of which the
+    CPU provides only the pages in use."""
+    x, row = qkv(36, heads=2, dtype=torch.float16), 2**26 + 2**22
+    strides = {"heads": (0, 2**31 + 64, 64, 1), "rows": (0, 64, row, 1)}[far]
+    n = 36 * row
+    memory = torch.zeros(n, dtype=x.q.dtype) if ON_GPU else torch.from_numpy(np.zeros(n, np.float16))
+    placed = memory.as_strided(x.q.shape, strides)
+    placed.copy_(getattr(x, part))
+    mask = create_block_mask(causal(), None, None, 36, 36, BLOCK_SIZE=32)
+    check(x._replace(**{part: placed}), mask, **TILES_OF_32)
 
 
 @pytest.mark.bar(8)

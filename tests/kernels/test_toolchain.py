@@ -3,7 +3,6 @@
 import itertools
 import sys
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +21,8 @@ from tritoncp.tuning.targets import Target, candidates, targets, without_faults
 
 VERSIONS = {"3.6.0": False, "3.7.0": False, "3.7.0+git5": False, "3.7.1": True, "3.7.1+git12": True}
 VERSIONS |= {"3.8.0": True, "3.10.0": True, "4.0.0": True}
-CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0)}
-ARCHS = (*CAPABILITIES, "gfx942")
+NVIDIA = ("sm_80", "sm_90", "sm_100")
+ARCHS = (*NVIDIA, "gfx942")
 PAIRS = list(itertools.product(ARCHS, VERSIONS))
 BACKWARD = ("dq", "dkdv", "fused")
 FAKE = FakeTensorMode()
@@ -31,16 +30,12 @@ OPTIONS = [{"FUSED_BACKWARD": True}, {"FLIP": True}, {"bwd_FLIP": True}]
 
 
 @pytest.fixture
-def pretend(monkeypatch):
+def pretend(monkeypatch, gpus):
     """Pretend that this machine has a GPU of an architecture, and a version of Triton."""
 
     def set_up(arch: str, version: str) -> bool:
         monkeypatch.setattr("triton.__version__", version)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITIES[arch])
-        if arch.startswith("gfx"):
-            monkeypatch.setattr(torch.version, "hip", "6.4")
-            props = SimpleNamespace(gcnArchName=f"{arch}:sramecc+")
-            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props)
+        gpus(arch, available=False)
         return arch == "sm_90" and not VERSIONS[version]
 
     monkeypatch.delenv("TRITONCP_UNSAFE_FUSED", raising=False)
@@ -216,17 +211,17 @@ def no_paths(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("arch", CAPABILITIES)
+@pytest.mark.parametrize("arch", NVIDIA)
 def test_the_default_ptxas_is_bundled_with_triton(arch, no_paths):
     used = ptxas_for(arch)
     assert used.origin == BUNDLED and "triton/backends/nvidia/bin/ptxas" in used.path
     assert len(used.version.split(".")) == 3 and used.version in str(used) and used.path in str(used)
 
 
-@pytest.mark.parametrize("arch", CAPABILITIES)
+@pytest.mark.parametrize("arch", NVIDIA)
 def test_a_variable_selects_another_ptxas(arch, no_paths, monkeypatch, tmp_path):
     """Triton 3.9 assembles also for Hopper with the ptxas of Blackwell."""
-    variables = {arch: ptxas_for(arch).variable for arch in CAPABILITIES}
+    variables = {arch: ptxas_for(arch).variable for arch in NVIDIA}
     assert variables["sm_80"] == "TRITON_PTXAS_PATH" and variables["sm_100"] == "TRITON_PTXAS_BLACKWELL_PATH"
     monkeypatch.setenv(name := variables[arch], path := fake_ptxas(tmp_path))
     assert ptxas_for(arch) == ("13.1.80", path, name)

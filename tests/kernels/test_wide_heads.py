@@ -10,6 +10,7 @@ from torch import Tensor
 import tritoncp
 from tests.cases import Case
 from tests.cases import check as check_case
+from tests.device import generator
 from tests.draws import by_turns
 from tests.kernels.support.harness import (
     F32,
@@ -79,7 +80,7 @@ def test_wide_heads_of_16_bits(dtype: torch.dtype, engine: str) -> None:
 @pytest.mark.parametrize("block_size", [pytest.param(1, marks=pytest.mark.long), 16])
 def test_keys_selected_for_wide_heads(block_size: int, engine: str) -> None:
     """18 heads share their keys, in two tiles of 9."""
-    length, heads, g = 20, 18, torch.Generator().manual_seed(1)
+    length, heads, g = 20, 18, generator(1)
     shapes = (1, heads, length, 576), (1, 1, length, 576), (1, 1, length, 512)
     leaves = [torch.randn(shape, generator=g, dtype=F32).requires_grad_() for shape in shapes]
     blocks = -(-length // block_size)

@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
+from tests.kernels.support.harness import Answer
 from tritoncp import varlen_attention
 from tritoncp.reference.dense import dense_attention
 
@@ -85,17 +86,6 @@ LAYOUTS = {
     "cross": Docs([9, 5, 0, 13, 4], [17, 3, 6, 0, 21], [3, 0, 1, 3, 0], [0, 5, 2, 4, 3]),
     "more queries": Docs([40, 7], [11, 7], [0, 9], [5, 0]),
 }
-
-
-class Answer(NamedTuple):
-    """Results and gradients of packed attention."""
-
-    out: Tensor
-    lse: Tensor
-    max_scores: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
 
 
 class Packed(NamedTuple):

@@ -26,6 +26,9 @@ def entry(block_m, kernel="forward", mask="causal", head_dim=16, dtype="float32"
     return {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "mask": mask, "config": config, **more}
 
 
+USER = "tritoncp/configs"  # of the user, in the home of configurations
+
+
 @pytest.fixture(autouse=True)
 def places(monkeypatch, tmp_path):
     """Make the three folders of tile files, all empty."""
@@ -33,7 +36,7 @@ def places(monkeypatch, tmp_path):
     tile_lookup.WARNED_DEVICES.clear()
     tune_on_first_call._ATTEMPTS.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "given"))
-    monkeypatch.setattr(tile_tables, "user_folder", lambda: tmp_path / "user")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(tile_tables, "SHIPPED", tmp_path / "shipped")
     yield tmp_path
     tile_tables.forget()

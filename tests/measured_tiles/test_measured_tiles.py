@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cases import Case, agree, expected
-from tests.measured_tiles.measured_tiles import CPU, attend, configs, entry, launched, places, put
+from tests.measured_tiles.measured_tiles import CPU, USER, attend, configs, entry, launched, places, put
 from tests.multiprocess import ranks
 from tests.multiprocess.case_on_ranks import on_rank
 from tritoncp import causal, create_block_mask, flex_attention
@@ -27,7 +27,7 @@ __all__ = ["launched", "places"]  # fixtures
 
 
 def test_calls_use_measured_tiles_and_options_override_them(places, launched):
-    put(places / "user", 16, CPU)
+    put(places / USER, 16, CPU)
     attend(causal())
     assert dict(launched)["forward"] == 16 and dict(launched)["dq"] == 128
     launched.clear()
@@ -37,7 +37,7 @@ def test_calls_use_measured_tiles_and_options_override_them(places, launched):
 
 def test_calls_with_a_score_mod_and_fused_calls_use_separate_tiles(places, launched):
     measured = [entry(16), entry(64, score="softcap"), entry(32, "fused", score="alibi")]
-    tile_tables.write(places / "user", CPU, measured, {})
+    tile_tables.write(places / USER, CPU, measured, {})
 
     def doubled(score, b, h, q, kv):
         return score * 2
@@ -63,7 +63,7 @@ def test_a_route_applies_only_to_calls_equal_to_the_measured_one(places):
         options = configs(torch.device("cpu"), **call)
         return dict(options.get("CONFIGS", ())).get("route")
 
-    tile_tables.write(places / "user", CPU, [entry(16), entry(16, head_dim=32), entry(16) | ROUTED], {})
+    tile_tables.write(places / USER, CPU, [entry(16), entry(16, head_dim=32), entry(16) | ROUTED], {})
     assert look_up() == (("ROUTE", "gluon"),)
     other_calls = [{"mask": "full"}, {"mask": "interval"}, {"dims": (16, 8)}, {"score": True}]
     assert not any(look_up(**other) for other in [*other_calls, {"dims": (32, 32)}, {"dtype": torch.float16}])
@@ -73,7 +73,7 @@ def test_a_route_applies_only_to_calls_equal_to_the_measured_one(places):
     for path in places.glob("*/*/*.json"):
         path.unlink()
     for device, triton in ((CPU, "3.6.0"), (Device("interpreter", "another"), None)):
-        tile_tables.write(places / "user", device, [entry(16), entry(16) | ROUTED], {}, triton)
+        tile_tables.write(places / USER, device, [entry(16), entry(16) | ROUTED], {}, triton)
         assert look_up() is None and tile_lookup.local_table(torch.device("cpu"))
 
 
@@ -102,7 +102,7 @@ def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkey
         steps.append(own)
         return own.loops(*args)
 
-    tile_tables.write(places / "user", CPU, [entry(64) | ROUTED | {"mask": "interval"}], {})
+    tile_tables.write(places / USER, CPU, [entry(64) | ROUTED | {"mask": "interval"}], {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert kernels() == loops, "a CPU has no such route"
@@ -122,7 +122,7 @@ def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkey
 
 def test_few_rows_use_their_entry_for_every_mask(places):
     """A process with no other entries is warned to tune."""
-    tile_tables.write(places / "user", CPU, [entry(64, "few", mask="full")], {})
+    tile_tables.write(places / USER, CPU, [entry(64, "few", mask="full")], {})
     for mask in ("full", "causal", "interval", "mod", "window"):
         options = configs(torch.device("cpu"), torch.float32, (16, 16), mask)
         assert dict(dict(options["CONFIGS"])["few"])["BLOCK_M"] == 64

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from tests.measured_tiles.measured_tiles import CPU, H100, H200, configs, entry, places, put
+from tests.measured_tiles.measured_tiles import CPU, H100, H200, USER, configs, entry, places, put
 from tritoncp.call import engine_factory
 from tritoncp.measured_tiles import tile_lookup, tile_tables
 from tritoncp.measured_tiles.tile_tables import Device
@@ -27,11 +27,11 @@ def test_the_nearest_file_with_an_entry_wins(places):
     assert blocks() == {}
     weakest_first = [
         ("shipped", H100, None),
-        ("user", H100, None),
+        (USER, H100, None),
         ("given", H100, "3.6.0"),
         ("given", H200, "3.6.0"),  # the device itself, with another Triton
         ("shipped", H200, None),
-        ("user", H200, None),
+        (USER, H200, None),
         ("given", H200, None),
     ]
     for i, (folder, device, triton) in enumerate(weakest_first):
@@ -39,13 +39,13 @@ def test_the_nearest_file_with_an_entry_wins(places):
         tile_tables.forget()
         assert blocks() == {"forward": 16 << i % 4}, (folder, device, triton)
     assert blocks(Device("sm_100", "NVIDIA B200")) == {}
-    put(places / "user", 64, kernel="dq")
+    put(places / USER, 64, kernel="dq")
     tile_tables.forget()
     assert blocks() == {"forward": 16 << 6 % 4, "dq": 64}
 
 
 def test_a_dash_as_folder_reads_no_file(places, monkeypatch):
-    put(places / "user", 16, CPU)
+    put(places / USER, 16, CPU)
     assert tile_lookup.local_table(torch.device("cpu"))
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
     assert not tile_lookup.local_table(torch.device("cpu"))
@@ -69,7 +69,7 @@ def test_a_dash_as_folder_reads_no_file(places, monkeypatch):
 )
 @pytest.mark.bar(24)
 def test_an_invalid_file_is_named_and_skipped(places, text):
-    put(places / "user", 64)
+    put(places / USER, 64)
     path = tile_tables.path_in(places / "given", H200)
     path.parent.mkdir(parents=True)
     path.write_text(text, errors="surrogateescape")
@@ -78,7 +78,7 @@ def test_an_invalid_file_is_named_and_skipped(places, text):
 
 
 def test_a_mask_that_was_not_measured_uses_tiles_of_the_nearest_kind(places):
-    put(places / "user", 16, CPU)
+    put(places / USER, 16, CPU)
     cpu = torch.device("cpu")
     for mask, expected in (("causal", 16), ("full", 16), ("interval", 16), ("mod", 16), ("window", None)):
         options = configs(cpu, torch.float32, (16, 16), mask)
@@ -92,9 +92,9 @@ def test_a_score_mod_that_loads_for_each_score_uses_only_entries_of_its_kind(pla
     """The rule has tiles for this case, in which the standard tiles spill registers."""
     cpu = torch.device("cpu")
     heavy = entry(64, score="mine:table") | {"loads": 2}
-    tile_tables.write(places / "user", CPU, [entry(16), entry(32, score="softcap")], {})
+    tile_tables.write(places / USER, CPU, [entry(16), entry(32, score="softcap")], {})
     assert configs(cpu, torch.float32, (16, 16), "causal", 2) == {}
-    tile_tables.write(places / "user", CPU, [heavy], {})
+    tile_tables.write(places / USER, CPU, [heavy], {})
     for score, block in ((0, 16), (1, 32), (2, 64)):
         tiles = dict(configs(cpu, torch.float32, (16, 16), "causal", score)["CONFIGS"])
         assert dict(tiles["forward"])["BLOCK_M"] == block
@@ -125,18 +125,18 @@ def test_entries_with_a_score_mod_and_a_value_dim_precede_the_nearest(places):
     ]
     for i, lookup_key in enumerate(weakest_first):
         entries.append(entry(16 << i % 4, **lookup_key))
-        tile_tables.write(places / "user", CPU, entries[-1:], {})
+        tile_tables.write(places / USER, CPU, entries[-1:], {})
         assert lookups(score=True) == 16 << i % 4, lookup_key
         assert lookups(score=False) == 16 << min(i, 3) % 4
     assert lookups(score=True, dims=(16, 16)) == 16 << 5 % 4
     assert lookups(score=False, dims=(8, 16)) == 16 << 1 and lookups(score=True, dims=(8, 8)) is None
-    tile_tables.write(places / "user", CPU, [entry(128, mask="causal", score="alibi")], {})
+    tile_tables.write(places / USER, CPU, [entry(128, mask="causal", score="alibi")], {})
     assert lookups(score=True, dims=(16, 16)) == 128, "one score_mod stands for all: the last"
 
 
-def test_an_untuned_gpu_causes_one_warning_with_the_command(places, monkeypatch):
+def test_an_untuned_gpu_causes_one_warning_with_the_command(places, gpus, monkeypatch):
     """An entry for one shape does not suppress the warning for other shapes."""
-    monkeypatch.setattr(tile_tables, "device_of", lambda device: H200)
+    gpus("sm_90")
     gpu = torch.device("cuda", 0)
     put(places / "shipped", 64, head_dim=64, dtype="bfloat16")
     with warnings.catch_warnings():
@@ -151,7 +151,7 @@ def test_an_untuned_gpu_causes_one_warning_with_the_command(places, monkeypatch)
 
 
 def test_writing_replaces_entries_with_the_same_key_only(places):
-    folder = places / "user"
+    folder = places / USER
     tile_tables.write(folder, H200, [entry(16), entry(32, "dq")], {"code": "a"})
     path = tile_tables.write(folder, H200, [entry(64)], {"code": "b"})
     assert blocks() == {"forward": 64, "dq": 32}
@@ -180,13 +180,13 @@ def write_many(folder, first, start):
 def test_concurrent_writers_lose_no_entry(places):
     start = FORK.Barrier(WRITERS)
     firsts = [1 + i * WRITES for i in range(WRITERS)]
-    writers = [FORK.Process(target=write_many, args=(places / "user", first, start)) for first in firsts]
+    writers = [FORK.Process(target=write_many, args=(places / USER, first, start)) for first in firsts]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0] * WRITERS
-    written = {line["head_dim"] for line in tile_tables.read(tile_tables.path_in(places / "user", H200))}
+    written = {line["head_dim"] for line in tile_tables.read(tile_tables.path_in(places / USER, H200))}
     assert written == set(range(1, WRITERS * WRITES + 1))
 
 
@@ -197,22 +197,23 @@ def hold(path, locked, release):
 
 
 def test_a_lock_held_by_another_process_is_an_error(places, monkeypatch):
-    path = tile_tables.path_in(places / "user", H200)
+    path = tile_tables.path_in(places / USER, H200)
     locked, release = FORK.Event(), FORK.Event()
     holder = FORK.Process(target=hold, args=(path, locked, release))
     holder.start()
     assert locked.wait(60)
     monkeypatch.setattr(tile_tables, "LOCK_SECONDS", 0.2)
     with pytest.raises(TimeoutError, match=r"nvidia-h200.*is not written.*\.lock for 0\.2 s.*run again"):
-        tile_tables.write(places / "user", H200, [entry(16)], {})
+        tile_tables.write(places / USER, H200, [entry(16)], {})
     assert not path.exists()
     holder.kill()  # the lock is released when the process ends
     holder.join()
-    tile_tables.write(places / "user", H200, [entry(16)], {})
+    tile_tables.write(places / USER, H200, [entry(16)], {})
     assert blocks() == {"forward": 16}
 
 
 def test_a_folder_that_cannot_be_created_is_an_error_with_a_remedy(places):
-    (places / "user").write_text("")
+    (places / USER).parent.mkdir()
+    (places / USER).write_text("")
     with pytest.raises(OSError, match=r"is not written.*make the folder writable.*TRITONCP_CONFIG_DIR"):
-        tile_tables.write(places / "user", H200, [entry(16)], {})
+        tile_tables.write(places / USER, H200, [entry(16)], {})

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
+from tests.command_process import invoke
 from tests.measured_tiles.measured_tiles import CPU, attend, launched, places
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, plan_cache_clear, sliding_window
-from tritoncp.cli import main
 from tritoncp.measured_tiles import tile_tables, tune_on_first_call
 from tritoncp.measured_tiles.tile_lookup import MEASURED_KINDS, TileKey
 from tritoncp.tuning import command, search
@@ -144,9 +143,9 @@ def test_a_call_continues_after_waiting_too_long_for_another_process(stub, place
     assert stub() == []
 
 
-def test_the_command_tunes_the_device_of_the_call(monkeypatch):
+def test_the_command_tunes_the_device_of_the_call(monkeypatch, gpus):
     """Only this device is visible to the command: the GPUs of other ranks are busy."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    gpus(current=1)
     cuda_device, first = torch.device("cuda"), torch.device("cuda", 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [
@@ -170,5 +169,5 @@ def test_the_command_accepts_the_arguments_of_a_call_and_writes_its_entries(mask
         return search.TuningResult([], 0, 0, Path("journal"), False)
 
     monkeypatch.setattr(search, "autotune", record)
-    assert CliRunner().invoke(main, ["autotune", *words]).exit_code == 1, "nothing was measured"
+    assert invoke("autotune", *words).exit_code == 1, "nothing was measured"
     assert names == ["forward", "dq", "dkdv"] and MEASURED_KINDS[tune_on_first_call.MEASURED[mask]] == mask

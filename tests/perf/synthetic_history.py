@@ -4,9 +4,9 @@ import datetime
 from pathlib import Path
 
 import numpy as np
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from tritoncp.cli import main
+from tests.command_process import invoke
 from tritoncp.perf.records.history import Point, Series, append
 
 H200 = Series("NVIDIA H200", "700.00 W", "default")
@@ -60,7 +60,7 @@ def write(path: Path, series: Series = H200, **cases) -> Path:
 
 def perf(*words) -> Result:
     """Run a command of ``tritoncp perf``, which may not raise an exception."""
-    result = CliRunner().invoke(main, ["perf", *map(str, words)])
+    result = invoke("perf", *words)
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     return result
 

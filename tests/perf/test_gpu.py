@@ -16,7 +16,7 @@ STAND_IN = """#!/bin/sh
 case "$*" in
     *sys.executable*) echo "$0"; exit ;;
     *is_available*) exit $NO_GPU ;;
-    *collect-only*) for i in $(seq 25); do echo "tests/gpu/test_x.py::test[a $i]"; done ;;
+    *collect-only*) for i in $(seq 15); do echo "tests/kernels/test_x.py::test[a $i]"; done ;;
     *--json*) echo "{}" ;;
 esac
 echo "$*" >> "$LOG"
@@ -55,7 +55,8 @@ def test_all_parts_run_in_order_and_failures_do_not_stop_those_after_them(tmp_pa
     assert sum("--warm" in line for line in commands) == 18 and (tmp_path / "out/check.json").exists()
     batches = [line for line in commands if "::test[" in line]
     counts = sorted(line.count("::") for line in batches)
-    assert counts == [5, 10, 10], "ten tests a process, names kept whole"
+    assert counts == [5, 10, 10, 10, 10], "ten tests a process of three files, names kept whole"
+    assert all("--device cuda" in line for line in commands if "-m pytest" in line)
 
 
 def test_a_part_that_hangs_ends_with_its_time(tmp_path):

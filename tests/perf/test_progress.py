@@ -8,13 +8,13 @@ import time
 import pytest
 import torch
 
+from tests.perf.conftest import FIGURES
 from tests.perf.synthetic_history import perf, write
 from tritoncp.perf.records.history import Journal, Series, read
 from tritoncp.perf.suite import host_cases, measure, timing
 from tritoncp.perf.suite.cases import select
 
 SMOKE = ["--device", "host", "--tier", "smoke", "--seconds", "0"]
-FIGURES = {"tritoncp": {"ms": 1.0, "samples": [1.0] * 5}}
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def test_resume_measures_the_rest_after_ctrl_c(measured, tmp_path):
     assert sorted(point.case for point in points) == sorted(case.name for case in host_cases.select("smoke"))
 
 
-def test_each_line_has_its_number_and_the_time_left(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_cases, "measure", lambda *words: FIGURES)
+@pytest.mark.usefixtures("instant")
+def test_each_line_has_its_number_and_the_time_left(tmp_path):
     result = perf("run", *SMOKE, "--out", tmp_path, "--json")
     assert [json.loads(text)["kind"] for text in result.stdout.splitlines()] == ["case"] * 4
     result = perf("run", *SMOKE, "--out", tmp_path)
@@ -59,8 +59,8 @@ def test_each_line_has_its_number_and_the_time_left(monkeypatch, tmp_path):
     assert [number for number, _ in starts] == list("1234") and not starts[-1][1]
 
 
+@pytest.mark.usefixtures("instant")
 def test_a_terminal_has_a_bar_below_the_lines(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_cases, "measure", lambda *words: FIGURES)
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
     result = perf("run", *SMOKE, "--out", tmp_path, "--json")
     assert [json.loads(text)["kind"] for text in result.stdout.splitlines()] == ["case"] * 4
@@ -84,6 +84,7 @@ def test_a_resumed_run_compiles_the_slow_variants_that_the_first_one_did_not_rea
     assert variants == [*measure.QUICK, *measure.THOROUGH]
 
 
+@pytest.mark.usefixtures("instant")
 def test_tables_in_a_pipe_are_not_cut(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "30")
     name = "causal-" + "x" * 150
@@ -92,7 +93,6 @@ def test_tables_in_a_pipe_are_not_cut(monkeypatch, tmp_path):
     result = perf("compare", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--fail-over", "5")
     (row,) = (text for text in result.stdout.splitlines() if name in text and "TOO SLOW" in text)
     assert "1.005" in row and "1.205" in row
-    monkeypatch.setattr(host_cases, "measure", lambda *words: FIGURES)
     result = perf("run", *SMOKE, "--out", tmp_path / ("y" * 100))
     assert re.search(r"plan-document-w8-fetch-64k +│ +1 ", result.stdout)
     assert ("y" * 100) + "/" in result.stdout

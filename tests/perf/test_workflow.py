@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from click.testing import CliRunner
 
+from tests.command_process import invoke
 from tests.perf.synthetic_history import line
-from tritoncp.cli import main
 from tritoncp.perf.records.history import read
-from tritoncp.perf.suite import host_cases
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = ROOT / ".github/workflows/perf.yml"
@@ -78,7 +75,7 @@ class Commands(socketserver.StreamRequestHandler):
         before = os.getcwd()
         os.chdir(folder)
         try:
-            result = CliRunner().invoke(main, words)
+            result = invoke(*words)
         finally:
             os.chdir(before)
         self.wfile.write(json.dumps([result.exit_code, result.stdout, result.stderr]).encode() + b"\n")
@@ -282,11 +279,9 @@ def test_a_run_without_a_required_case_or_without_any_measurement_fails(reposito
     assert codes["Compare"] == 0 and codes["Pass or fail"] == 3 and "Add to the history" not in codes
 
 
+@pytest.mark.usefixtures("no_gpu", "instant")
 def test_the_commands_of_the_page_run_as_printed(monkeypatch, tmp_path):
     """On a machine without a GPU, where measurements take no time."""
-    figures = {"tritoncp": {"ms": 1.0, "samples": [1.0] * 5}}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(host_cases, "measure", lambda *words: figures)
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/perf.md").read_text().partition("Everything below")[0]
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
@@ -294,7 +289,7 @@ def test_the_commands_of_the_page_run_as_printed(monkeypatch, tmp_path):
     commands += re.findall(r"`(tritoncp perf dashboard [^`]*)`", page)
     assert len(commands) == 5
     for command in commands:
-        result = CliRunner().invoke(main, shlex.split(command, comments=True)[1:])
+        result = invoke(*shlex.split(command, comments=True)[1:])
         assert result.exit_code == 0, (command, result.output)
     assert (tmp_path / "dashboard.html").exists()
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tritoncp import and_masks, causal, create_block_mask, document, flex_attention, make_plan, sliding_window
-from tritoncp.call import engine_factory
 from tritoncp.core.records import replace
 from tritoncp.masks.runs.block_runs import Kind, Runs
 from tritoncp.planning.parts import chunk_range, rows_of_placement
@@ -107,8 +106,8 @@ def test_chunks_have_numbers_and_the_keys_that_they_see():
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("chunks", [2, 6, 7])
 @pytest.mark.parametrize("name", MASKS)
-def test_parts_have_the_results_of_the_whole(name, chunks, monkeypatch):
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+@pytest.mark.usefixtures("cpu_engine")
+def test_parts_have_the_results_of_the_whole(name, chunks):
     plan, rows, (q, k, v) = make_plan(MASKS[name]()), -(-S // chunks), tensors()
     out = flex_attention(q, k, v, block_mask=plan, enable_gqa=True)
     grad = torch.randn_like(out)
@@ -142,8 +141,8 @@ def test_interpreted_kernels_give_parts_the_bits_of_the_whole(dtype):
 
 
 @pytest.mark.parametrize("name", ["causal", "batch rows"])
-def test_mods_of_batch_rows_get_indices_in_the_whole_batch(name, monkeypatch):
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+@pytest.mark.usefixtures("cpu_engine")
+def test_mods_of_batch_rows_get_indices_in_the_whole_batch(name):
     plan, (q, k, v), slopes = make_plan(MASKS[name]()), tensors(), torch.tensor([0.5, 0.1])
 
     def score(s, b, h, qi, ki):

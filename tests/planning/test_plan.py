@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
-from tritoncp import Mask, Plan, and_masks, causal, document, sliding_window
+from tritoncp import Mask, Plan, and_masks, causal, create_block_mask, document, sliding_window
 from tritoncp.core.records import replace
 from tritoncp.distributed.schedules import SCHEDULES
-from tritoncp.masks import ABSENT, Kind, Runs, create_block_mask
+from tritoncp.masks import ABSENT, Kind, Runs
 from tritoncp.masks.runs.transposed_runs import transpose
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import by_blocks, row_positions, sort_by_position

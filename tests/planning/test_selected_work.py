@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tritoncp import Selection, causal, create_block_mask, document, make_plan
+from tritoncp import Mask, Selection, causal, create_block_mask, document, make_plan
 from tritoncp.distributed import collectives
-from tritoncp.masks.mask import Mask
 from tritoncp.planning.costs.cost import costs
 from tritoncp.planning.costs.hardware import hardware_of
 from tritoncp.planning.costs.layer import Shape

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp import causal, sliding_window
-from tritoncp.masks import create_block_mask
+from tritoncp import causal, create_block_mask, sliding_window
 from tritoncp.reference.dense import dense_attention
 
 F64 = torch.float64

@@ -23,12 +23,12 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from click.testing import CliRunner
 from PIL import Image, ImageChops
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
 import tritoncp
+from tests.command_process import invoke
 from tests.multiprocess import ranks
 from tritoncp import cli
 from tritoncp.core.processes import use_loopback_interface
@@ -375,7 +375,7 @@ def test_the_command_of_the_pages_draws_the_picture_of_the_readme(tmp_path: Path
     page = (ROOT / "docs/commands.md").read_text()
     (command,) = re.findall(r"tritoncp (plan .*) --png docs/images/plan.png", page)
     assert f"tritoncp {command} --png" in (ROOT / "README.md").read_text().replace("\n", " ")
-    result = CliRunner().invoke(cli.main, [*command.split(), "--png", str(tmp_path / "plan.png")])
+    result = invoke(*command.split(), "--png", str(tmp_path / "plan.png"))
     assert result.exit_code == 0, result.output
     drawn, kept = (Image.open(path) for path in (tmp_path / "plan.png", ROOT / "docs/images/plan.png"))
     assert drawn.size == kept.size and (ROOT / "docs/images/plan.png").stat().st_size < 250_000

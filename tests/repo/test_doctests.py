@@ -9,7 +9,7 @@ from tests.repo.test_imports import modules
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-COMPILED = "tritoncp.executor.device"  # its example runs in tests/compiled/test_device.py
+COMPILED = "tritoncp.executor.device"  # its example runs in tests/executor/compiled/test_device.py
 
 NAMES = {f"tritoncp.{name}".strip(".") for name, path in modules().items() if ">>> " in path.read_text()}
 

@@ -258,7 +258,7 @@ def test_first_masks_and_plans_load_no_heavy_package_and_no_plan_needs_triton(tm
 
 
 BARE = """
-import torch, tritoncp, tests.conftest, tests.gpu.support, tritoncp.perf.run
+import torch, tritoncp, tests.conftest, tests.kernels.test_cases, tests.kernels.test_varlen, tritoncp.perf.run
 import tritoncp.self_check.cases, tritoncp.self_check.run
 from tritoncp.cli import main
 x = torch.randn(1, 1, 32, 16, requires_grad=True)

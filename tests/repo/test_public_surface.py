@@ -15,9 +15,9 @@ from typing import Any
 import click
 import pytest
 import torch
-from click.testing import CliRunner
 
 import tritoncp
+from tests.command_process import invoke
 from tests.repo.test_imports import modules
 from tritoncp import chunking, masks
 from tritoncp.call import autograd, traced
@@ -168,7 +168,7 @@ def command_exit_codes() -> Iterator[str]:
         ["check", "--only=no such case"],
         ["check", "--budget=0.001"],
     ):
-        yield f"tritoncp {' '.join(arguments)}: {CliRunner().invoke(main, arguments).exit_code}"
+        yield f"tritoncp {' '.join(arguments)}: {invoke(*arguments).exit_code}"
     codes = {name: code for name, code in vars(exit_codes).items() if name.isupper() and type(code) is int}
     yield from (f"tritoncp perf, {name}: {code}" for name, code in sorted(codes.items()))
 

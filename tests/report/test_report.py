@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 
 import tritoncp
+from tests.command_process import invoke
 from tritoncp import Plan, and_masks, causal, create_block_mask, document, full_mask, sliding_window
-from tritoncp.cli import main
 from tritoncp.core.records import replace
 from tritoncp.planning.build import build
 from tritoncp.planning.costs.hardware import Hardware
@@ -204,7 +203,7 @@ def test_the_text_of_many_ranks_has_half_the_width_and_no_bars(ranks: int, width
 
 
 def plan_command(*words: str) -> str:
-    done = CliRunner().invoke(main, ["plan", *words])
+    done = invoke("plan", *words)
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -245,7 +244,7 @@ def test_a_terminal_shows_the_lines_of_a_rank_in_its_colour(
 
 
 def test_plans_up_to_a_size_are_made() -> None:
-    done = CliRunner().invoke(main, ["plan", "--seq-len=64M", "--block-size=32"])
+    done = invoke("plan", "--seq-len=64M", "--block-size=32")
     assert done.exit_code == 2 and "67108864 tokens in 2097152 blocks on" in done.output
     for sizes in ((1 << 26, 1 << 20, 1 << 8), (1 << 26, 1 << 16, 1 << 12)):
         check_size(*sizes)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.draws import few
-from tritoncp import causal, create_block_mask, document
-from tritoncp.masks.mask import Mask
+from tritoncp import Mask, causal, create_block_mask, document
 from tritoncp.selection import choice as tiles
 from tritoncp.selection.choice import ACTIVATIONS, KeyChoice, choose
 from tritoncp.selection.visible import VisiblePairs

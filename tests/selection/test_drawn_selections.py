@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
-from tritoncp import Selection, causal, create_block_mask, document
-from tritoncp.masks.mask import Mask
+from tritoncp import Mask, Selection, causal, create_block_mask, document
 from tritoncp.reference.dense import dense_attention
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from tritoncp.cli import main
 from tritoncp.kernels.tile_rules import default
 from tritoncp.perf.problem import Problem
 from tritoncp.tuning.journal import TuningJournal
@@ -20,7 +19,7 @@ CONDITIONS = {"device": "formula"}
 
 def invoke(*words) -> Result:
     """Run `tritoncp autotune`."""
-    return CliRunner().invoke(main, ["autotune", *map(str, words)])
+    return invoke("autotune", *words)
 
 
 def cost(config):

@@ -6,7 +6,6 @@ import functools
 import re
 
 import pytest
-import torch
 
 from tests.tuning.stand_ins import invoke
 from tritoncp.analysis.compile_pool import Compilers
@@ -19,8 +18,8 @@ ONE = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd"]
 pytestmark = pytest.mark.usefixtures("compile_nothing")
 
 
-def test_autotune_says_that_there_is_no_gpu(home, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.usefixtures("no_gpu")
+def test_autotune_says_that_there_is_no_gpu(home):
     done = invoke("--preset", "llama3-8b")
     assert done.exit_code == 2 and "torch finds no GPU" in done.output and not home.exists()
 

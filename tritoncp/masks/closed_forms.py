@@ -136,7 +136,7 @@ def document_of(lengths: Sequence[Any] | Tensor) -> Document:
     key, tensors = (id(lengths), [lengths]) if isinstance(lengths, Tensor) else (repr(lengths), [])
     if (mask := _DOCUMENTS.find(key, tensors)) is None:
         with host():
-            mask = Document(_ids_from_lengths(torch.as_tensor(lengths)))
+            mask = Document(_ids_from_lengths(lengths))
         _DOCUMENTS.keep(key, tensors, mask)
     return mask
 
@@ -317,7 +317,7 @@ def document(*, lengths: Sequence[int] | Tensor | None = None, ids: Tensor | Non
     if lengths is not None:
         if torch.compiler.is_dynamo_compiling():
             return DocumentOfLengths(lengths)
-        ids = _ids_from_lengths(torch.as_tensor(lengths))
+        ids = _ids_from_lengths(lengths)
     assert ids is not None
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.is_floating_point():
         description = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -364,8 +364,10 @@ def is_closed_form(mask: Any) -> bool:
     return combination and all(map(is_closed_form, getattr(mask, "parts", None) or (mask.part,)))
 
 
-def _ids_from_lengths(lengths: Tensor) -> Tensor:
+def _ids_from_lengths(lengths: Any) -> Tensor:
     """Return the document number of each token, int32 [N] or [B, N], from document lengths [n] or [B, n]."""
+    if not isinstance(lengths, Tensor):
+        lengths = torch.tensor(lengths, device="cpu")  # whatever the default device is
     refuse_dtensor(lengths, "lengths of document", "pass lengths.full_tensor()")
     if lengths.ndim not in (1, 2) or lengths.is_floating_point() or bool((lengths < 0).any()):
         raise ValueError(f"document: lengths must be integers >= 0, [n] or [B, n], got {lengths.tolist()}")

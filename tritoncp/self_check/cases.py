@@ -235,7 +235,7 @@ def draw_problem(name: str, sizes: Problem, device: torch.device, seed: int) -> 
     eager = eager_attention(q, k, v, mask, dout, dlse, score_mod, captured, sinks=leaves.get("sinks"))
     results = eager.out, eager.lse, eager.dq, eager.dk, eager.dv, *eager.captured
     allowed = {key: allowed_error(result, exact[key]) for key, result in zip(exact, results)}
-    # lse is float32 for every dtype; this is the tolerance of tests/gpu.
+    # lse is float32 for every dtype; this is the tolerance of tests on a GPU.
     allowed["lse"] = 1e-4 + 1e-5 * float(exact["lse"].abs().max())
     return CheckProblem(mask, leaves, {"out": dout, "lse": dlse}, exact, allowed)
 

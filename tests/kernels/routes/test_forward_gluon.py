@@ -12,14 +12,13 @@ from torch import Tensor
 
 import tritoncp
 from tests.kernels.support.harness import QKV, engine_of, qkv, single
-from tritoncp import Mask, causal
+from tritoncp import Mask, causal, create_block_mask
 from tritoncp.analysis import resource_table
 from tritoncp.analysis.jobs import step_job
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.routes import forward_gluon
 from tritoncp.kernels.scores import Closure
-from tritoncp.masks import create_block_mask
 from tritoncp.planning.step_tables import ForwardStep
 
 BF16 = torch.bfloat16

@@ -16,13 +16,11 @@ from triton.compiler.errors import CompilationError
 import tritoncp
 from tests.kernels.support import harness
 from tests.kernels.support.harness import close, cotangents, over_ranks, qkv, run, same
-from tritoncp import Mask
+from tritoncp import Mask, create_block_mask
 from tritoncp.kernels import engine, options
 from tritoncp.kernels.launch import Launches
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.routes import route_check
-from tritoncp.masks import create_block_mask
-from tritoncp.planning.costs import traffic
 from tritoncp.planning.step_tables import ForwardStep
 
 PLACE = ast.parse("x = 1").body[0]
@@ -90,9 +88,9 @@ def test_a_route_with_correct_results_is_used(
 
 @pytest.mark.long
 @pytest.mark.bits
+@pytest.mark.usefixtures("in_pieces")
 def test_results_of_a_trial_have_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered heads are not adjacent in out, so the verification has other launches."""
-    monkeypatch.setattr(traffic, "SMALL", 0)
     x, mask = qkv(N, batch=2, heads=4, kv_heads=2, dtype=COARSE), MASKS["causal"](N)
     plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="allgather")
     want = over_ranks(x, plan, start=None)

@@ -1,24 +1,40 @@
-"""One attention call on the interpreted kernels next to the float64 oracle."""
+"""One attention call on the kernels, by tests/device.py, next to the float64 oracle."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tritoncp import Mask, Plan, and_masks, causal, document, full_mask, mods, sliding_window
+from tests.device import DEVICE, rounding
+from tritoncp import (
+    Mask,
+    Plan,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    mods,
+    sliding_window,
+)
 from tritoncp.call.engine_factory import kernel_mods
 from tritoncp.core.records import replace
 from tritoncp.core.upload import upload
-from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.engine import RequestedRouteWarning, TritonEngine
 from tritoncp.kernels.launch import State
-from tritoncp.masks import create_block_mask
+from tritoncp.kernels.tile_rules import architecture, widest_route
+from tritoncp.kernels.toolchain import fused_fault
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 from tritoncp.reference.dense import dense_attention
@@ -27,7 +43,7 @@ F32, F64 = torch.float32, torch.float64
 ScoreOf = Callable[..., Callable[..., Tensor]]  # captured tensors -> score_mod
 Start = tuple[Tensor, Tensor] | None  # gradients of out and lse to start from; None: no backward pass
 # Largest error over the largest magnitude; float32 as PyTorch's own context-parallel suite (2e-6 + 1e-5).
-TOLERANCE = {F32: 1e-5, F64: 1e-12}
+TOLERANCE = {F32: 1e-5, F64: 1e-12} | {x: 4 * torch.finfo(x).eps for x in (torch.bfloat16, torch.float16)}
 
 
 def blocks_of(mod_of: Callable[[int], Any]) -> Callable[..., Mask]:
@@ -50,6 +66,17 @@ class Results(NamedTuple):
     grads: tuple[Tensor, ...]  # of q, k, v, then of the captured tensors
 
 
+class Answer(NamedTuple):
+    """Results and gradients of a call without captured tensors."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
 class QKV(NamedTuple):
     q: Tensor
     k: Tensor
@@ -66,9 +93,9 @@ def qkv(q: int = 64, kv: int | None = None, *, batch: int = 1, heads: int = 1, k
 
 def cotangents(x: QKV, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Gradients of out and lse to start from."""
-    shape, device = x.q.shape[:3], x.q.device
-    dlse = torch.randn(shape, dtype=F64).to(device, F64 if x.q.dtype == F64 else F32)
-    return torch.randn(*shape, x.v.shape[3], dtype=F64).to(device, dtype or x.q.dtype), dlse
+    shape = x.q.shape[:3]
+    dlse = torch.randn(shape, dtype=F64).to(F64 if x.q.dtype == F64 else F32)
+    return torch.randn(*shape, x.v.shape[3], dtype=F64).to(dtype or x.q.dtype), dlse
 
 
 def run(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
@@ -143,6 +170,26 @@ def check(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequ
     return got
 
 
+def transposed_products() -> AbstractContextManager[Any]:
+    """Expect an error where GPUs are reported to compute products of transposed tiles wrong."""
+    if fused_fault(architecture(DEVICE)) is None:
+        return contextlib.nullcontext()
+    return pytest.raises(ValueError, match=r"kernel option .* wrong gradients")
+
+
+@contextlib.contextmanager
+def route(name: str) -> Iterator[None]:
+    """Raise where a step goes by the loops, as it does if the route's results are wrong; expect a warning of
+    it on devices without the route."""
+    if not widest_route(architecture(DEVICE), name):
+        with pytest.warns(RequestedRouteWarning, match="loops"):
+            yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RequestedRouteWarning)
+        yield
+
+
 def close(got: Tensor, want: Tensor, name: str, tolerance: float | None = None) -> None:
     """Assert equality within the dtype's tolerance of the largest value; infinities in the same places, no
     NaN."""
@@ -152,7 +199,7 @@ def close(got: Tensor, want: Tensor, name: str, tolerance: float | None = None) 
     assert torch.equal(got[~finite].to(F64), want[~finite].to(F64)), f"infinities of {name}"
     error = (got.to(F64) - want.to(F64))[finite].abs().max().item() if bool(finite.any()) else 0.0
     size = max(1.0, want[finite].abs().max().item() if bool(finite.any()) else 0.0)
-    tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
+    tolerance = rounding(name) * (TOLERANCE[got.dtype] if tolerance is None else tolerance)
     assert error <= tolerance * size, f"{name} is {error:.3g} off, {tolerance * size:.3g} is allowed"
 
 
@@ -173,7 +220,9 @@ def keys_between(plan: Plan, begin: int, end: int) -> Plan:
     """A step of the plan whose KV buffer holds only the keys [begin, end)."""
     first = [begin, *range((begin // plan.kv.block + 1) * plan.kv.block, end, plan.kv.block)]
     last = [*first[1:], end]
-    slots = torch.tensor([[(a - begin, a, b - a) for a, b in zip(first, last)]], dtype=torch.int32)
+    slots = torch.tensor(
+        [[(a - begin, a, b - a) for a, b in zip(first, last)]], dtype=torch.int32, device="cpu"
+    )  # as all tables of plans
     kv = Placement(plan.kv.length, plan.kv.block, (slots,), (end - begin,))
     return replace(plan, kv=kv, handle=None)
 
@@ -206,7 +255,7 @@ def forward(engine: TritonEngine, x: QKV, plan: Plan, **state: Any) -> tuple[Ten
     """(out, lse) of one step over poisoned memory."""
     out = torch.empty(*x.q.shape[:3], x.v.shape[3], dtype=x.q.dtype)
     lse = torch.empty(x.q.shape[:3], dtype=F64 if x.q.dtype == F64 else F32)
-    engine.forward(ForwardStep(*x, plan.tables("cpu", *x.q.shape[:2]), out, lse, **state))()
+    engine.forward(ForwardStep(*x, plan.tables(x.q.device, *x.q.shape[:2]), out, lse, **state))()
     return out, lse
 
 
@@ -231,7 +280,7 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, None, delta)()
     got = into or Grads(*(torch.empty_like(t, dtype=lse.dtype) for t in x))
-    step = BackwardStep(*x, dout, lse, delta, plan.tables("cpu", *x.q.shape[:2]))
+    step = BackwardStep(*x, dout, lse, delta, plan.tables(x.q.device, *x.q.shape[:2]))
     engine.dq(step, got.dq, add=add)()
     engine.dkdv(step, got.dk, got.dv, add=add, split=1)()
     return got

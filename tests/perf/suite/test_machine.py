@@ -1,7 +1,6 @@
 """Facts about the machine, from stand-ins for NVIDIA's tools, and without these tools."""
 
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ GPU = torch.device("cuda")
 
 
 @pytest.fixture
-def tools(monkeypatch):
+def tools(monkeypatch, gpus):
     """Return the answers of a stand-in for nvidia-smi, by field; queries have to name the GPU by its UUID."""
     answers = {
         "power.limit": "700.00 W",
@@ -27,8 +26,7 @@ def tools(monkeypatch):
         return ", ".join(answers[field] for field in fields)
 
     monkeypatch.setattr(machine, "_run_command", run_command)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    gpus("sm_90")
     return answers
 
 

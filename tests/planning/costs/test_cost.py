@@ -50,12 +50,11 @@ TIMES = {  # schedule: seconds forward and backward if the pairs of two ranks ta
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_times_of_a_small_case_equal_times_computed_by_hand(
-    fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("in_pieces")
+def test_times_of_a_small_case_equal_times_computed_by_hand(fast: bool) -> None:
     """Two ranks of 256 tokens see all keys. K and V of a rank have 24,576 bytes, which take 2 s to send;
-    their float32 gradients take 4 s, and twice that in an all-to-all. Each message waits 1/4 s."""
-    monkeypatch.setattr(traffic, "SMALL", 0)  # an all-gather has two groups of heads
+    their float32 gradients take 4 s, and twice that in an all-to-all. Each message waits 1/4 s. An
+    all-gather has two groups of heads."""
     shape = Shape(heads=4, kv_heads=2, head_dim=8, v_head_dim=16)
     flops = 256 * 256 * 2 * 4 * 24 / (0.25 if fast else 10)  # of 256 queries and 256 keys, in a second
     hardware = Hardware("by hand", flops, bandwidth=12288, latency=0.25, scattered=0.5, source="")
@@ -75,11 +74,11 @@ def test_times_of_a_small_case_equal_times_computed_by_hand(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("latent", [0, 24])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.usefixtures("in_pieces")
 def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
     world_size: int, latent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of 256 tokens that see all keys, only their keys, or only rank 0's keys."""
-    monkeypatch.setattr(traffic, "SMALL", 0)
     monkeypatch.setattr(traffic, "HEAD_GROUPS", 4)
     size, inf = 256 * world_size, float("inf")
     masks = {

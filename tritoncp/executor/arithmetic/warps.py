@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 LANE = np.arange(32)
 NBYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 FP8 = {
-    name: torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    name: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().numpy()
     for name, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2))
 }
 

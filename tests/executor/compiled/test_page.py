@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import COMPILED
 
-PAGE = (Path(__file__).parents[2] / "docs/compiled_kernels.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/compiled_kernels.md").read_text()
 
 
 @pytest.mark.long
