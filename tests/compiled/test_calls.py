@@ -67,6 +67,10 @@ GLUON = {
     "whole tiles": replace(ROUTE, group=1, mask=("everything", 0), length=256, kv_length=1024),
     "once around its rings": replace(ROUTE, group=1, mask=("everything", 0), length=100, kv_length=700),
     "full tiles, then masked ones": replace(ROUTE, group=1, mask=("prefix", 550), length=100, kv_length=600),
+    "documents": replace(ROUTE, mask=("causal documents of rows", 6), batch=2, dims=(128, 128), dtype=F16),
+    "window": replace(ROUTE, group=1, mask=("window", 31), dims=(128, 64), layout="heads inside"),
+    "rows without keys": replace(ROUTE, group=1, mask=("hidden rows", 2), dims=(64, 128), sinks=True),
+    "ring": replace(ROUTE, group=1, world=2, schedule="ring", balancer="ptrr", length=512, kv_length=512),
 }
 # Three tiles of queries and of keys. In 128 channels, sums are rescaled in two pieces.
 SPLIT = replace(ROUTE, options={"ROUTE": "specialized"}, group=1, length=300, kv_length=300)
@@ -116,8 +120,18 @@ def test_gluon(name: str) -> None:
     """Full tiles around the rings before masked ones, masked blocks alone, and full tiles alone.
 
     Its kernel is written for Hopper: other GPUs take the loops, and say so."""
-    with route_is_taken() if COMPILED == "sm_90" else pytest.warns(RequestedRouteWarning, match="loops"):
-        check(GLUON[name])
+    check_route(GLUON[name], "sm_90")
+
+
+def check_route(case: Case, arch: str) -> None:
+    """Check a call by a route of one architecture, in several orders of warps; others take the loops."""
+    taken = arch == COMPILED
+    for seed in (None, 1, 2) if taken else (None,):
+        with (
+            route_is_taken() if taken else pytest.warns(RequestedRouteWarning, match="loops"),
+            compiled_kernels(COMPILED, seed),
+        ):
+            check(case)
 
 
 @pytest.mark.long
@@ -125,10 +139,4 @@ def test_gluon(name: str) -> None:
 def test_specialized(name: str) -> None:
     """Warps with roles of their own, in several orders. Only Blackwell has the route: other GPUs take the
     loops, and say so."""
-    taken = COMPILED == "sm_100"
-    for seed in (None, 1, 2) if taken else (None,):
-        with (
-            route_is_taken() if taken else pytest.warns(RequestedRouteWarning, match="loops"),
-            compiled_kernels(COMPILED, seed),
-        ):
-            check(SPECIALIZED[name])
+    check_route(SPECIALIZED[name], "sm_100")
