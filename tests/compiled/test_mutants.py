@@ -213,6 +213,9 @@ OLD_MBARRIER = "it orders an invalidated mbarrier alone, see test_fences_between
 PERMIT = "any warp may give up the permit to allocate"
 ALWAYS = "the predicate holds for all threads"
 UNAWAITED = "nobody waits for this phase: the loop is over, and the mbarrier is invalidated next"
+NEW = "the mbarrier is new, and the phase before its first counts as complete"
+IMPLIED = "the wait before implies it: of scores, that products of P are over; of P, that scores were read"
+MET = "the warps of all roles have met at a barrier behind the loop"
 # Numbers of the edits that cannot change a result, in the order of the text as a release of Triton writes it
 SOFTMAX = {"predicate": {ALWAYS: {0}, SAME: {2, 3, 4, 5, 8, 9, 10, 11}, UNREAD: {7, 13}}}
 SM_80 = {"barrier": {BARRIERS: {2}, ELSEWHERE: {5}}, "group of copies": {NEWEST: {3}}}
@@ -247,6 +250,7 @@ TRITON_37: Redundant = {
     },
     ("sm_100", "specialized"): {
         "mbarrier arrival": {UNAWAITED: {4, 5, 18, 19}},
+        "mbarrier wait": {NEW: {0, 1, 8, 9}, IMPLIED: {5, 13, 28, 35}, MET: {7, 39}},
         "proxy fence": {FENCED: {1}},
     },
     ("sm_100", "dkdv_kernel"): {
