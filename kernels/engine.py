@@ -65,6 +65,7 @@ class TritonEngine:
     first_head: index in the layer of the tensors' first query head, for masks and mods
     launches: cache of launches. All steps of an engine with the same tables, first head
               and flags have tensors of the same layouts, so that a look-up need not inspect them
+    is_new:   whether this is the first pass of the engine
     """
 
     mods: Mods
@@ -74,6 +75,7 @@ class TritonEngine:
     first_row: int = 0
     first_head: int = 0
     launches: Any = field(default_factory=dict, repr=False)
+    is_new: bool = False
     v_head_dim = None  # the head dim of values
     selected = None  # the mask alone decides
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from tritoncp.kernels.compiling import launch_first
 from tritoncp.kernels.layouts import layout_of, specialisation_of
 from tritoncp.kernels.options import does_not_fit
 from tritoncp.kernels.scores import Closure
@@ -64,6 +66,16 @@ class Launch(NamedTuple):
         """A tuple of only this launch, the counterpart of Launches.parts."""
         return (self,)
 
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Options of Triton's compiler."""
+        return self.config.compiler() | dict(self.options)
+
+    def compile(self) -> None:
+        """Compile the kernel without a launch."""
+        if all(self.grid) and not self.compiled:
+            self.kernel.warmup(*self.values, grid=self.grid, **self.compiler_options)
+
     def with_args(self, **args: Any) -> Launch:
         """Copy the launch with some arguments replaced."""
         values = [args.get(name, value) for name, value in zip(self.kernel.arg_names, self.values)]
@@ -75,10 +87,11 @@ class Launch(NamedTuple):
         if self.compiled:
             self.compiled[0][self.grid](*self.values)
             return
-        options = self.config.compiler() | dict(self.options)
         try:
             with _INTERPRETER_LOCK:
-                launched = self.kernel[self.grid](*self.values, **options)
+                launched = launch_first(
+                    partial(self.kernel[self.grid], *self.values, **self.compiler_options)
+                )
         except OutOfResources as error:
             kind = self.kernel.__name__.removesuffix("_kernel")
             message = does_not_fit(kind, self.config, error.name, error.required, error.limit)
@@ -95,6 +108,12 @@ class Launches(NamedTuple):
     def __call__(self) -> None:
         for part in self.parts:
             part()
+
+    def compile(self) -> None:
+        """Compile the kernels of the launches."""
+        for part in self.parts:
+            if isinstance(part, Launch):
+                part.compile()
 
 
 class Recipe(NamedTuple):

@@ -134,6 +134,15 @@ def fences_async_copies() -> bool:
     return version_numbers(triton.__version__) >= (3, 7, 1)
 
 
+@lru_cache
+def keeps_pending_kernels() -> bool:
+    """Return whether a launch finds a kernel that a thread of Triton's `AsyncCompileMode` is compiling.
+    Triton 3.6 would compile it a second time."""
+    import triton
+
+    return version_numbers(triton.__version__) >= (3, 7)
+
+
 def flips_right(arch: str, rows: int) -> bool:
     """Return whether Triton compiles FLIP right for ``arch`` if the transposed scores have ``rows`` rows.
 

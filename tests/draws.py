@@ -1,5 +1,5 @@
-"""Draws of hypothesis: 40 of each law, 20 in ``make quick``, 150 of laws marked long in ``make test-all``; and
-pairs of values, some of them only for ``make test-all``."""
+"""Draws of hypothesis: 40 of each law, 20 in ``make quick``, 150 of laws marked long in ``make test-all``;
+and pairs of values, some of them only for ``make test-all``."""
 
 from __future__ import annotations
 

@@ -40,6 +40,25 @@ def test_a_forward_pass_is_counted_beside_torchs_template_on_blackwell() -> None
 
 
 @pytest.mark.long
+def test_a_route_is_counted_beside_the_loops() -> None:
+    loops, route = run(
+        "--arch", "sm_100", "--shape", "1x1,64,256", "--mask", "full", "--route", "specialized"
+    )
+    assert (loops["who"], route["who"]) == ("tritoncp", "tritoncp, specialized")
+    assert loops["error"] < 0.01 and route["error"] < 0.01
+    assert loops["flops"] == route["flops"] > 0 and route["wavefronts"] < loops["wavefronts"]
+
+
+def test_a_route_that_a_call_cannot_take_is_refused() -> None:
+    done = tritoncp(
+        "inspect", "--executed", "--arch", "sm_90", "--route", "specialized", TRITON_INTERPRET="0"
+    )
+    assert done.returncode != 0 and "this is sm_90" in done.stderr
+    done = tritoncp("inspect", "--executed", "--backward", "--route", "gluon")
+    assert done.returncode != 0 and "forward pass" in done.stderr
+
+
+@pytest.mark.long
 def test_the_backward_pass_of_a_users_mask_and_score_mod_is_counted() -> None:
     words = ["--mask", "window(40) & causal", "--score", "softcap(20)", "--backward", "--shape", "2x2,64,128"]
     (row,) = run("--arch", "sm_90", *words)

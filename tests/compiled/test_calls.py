@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.cases import Case, check
-from tests.conftest import COMPILED
-from tests.kernels.support.harness import route, transposed_products
-from tritoncp.executor import compiled_kernels
+from tests.compiled.routes import check_route
+from tests.kernels.support.harness import transposed_products
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Two tiles of queries and of keys, the last ones ragged.
@@ -98,6 +96,4 @@ def test_transposed_products(name: str) -> None:
 def test_specialized(name: str) -> None:
     """Warps with roles of their own, in several orders. Only Blackwell has the route: other GPUs take the
     loops, and say so."""
-    for seed in (None, 1, 2) if COMPILED == "sm_100" else (None,):
-        with route("specialized"), compiled_kernels(COMPILED, seed) if COMPILED else nullcontext():
-            check(SPECIALIZED[name])
+    check_route("specialized", SPECIALIZED[name])

@@ -16,6 +16,7 @@ import torch
 
 import tritoncp
 from tests.cases import Case, check
+from tests.compiled.routes import check_route
 from tests.device import DEVICE, LONG, ON_GPU, REPEATS
 from tests.kernels.support.harness import MASKS, agree, oracle, qkv, route, run, same
 
@@ -28,6 +29,12 @@ FIRST = {
     "whole tiles": replace(WHOLE, length=256, kv_length=1024),
     "once around its rings": replace(WHOLE, length=100, kv_length=700),
     "full tiles, then masked ones": replace(CALL, mask=("prefix", 550), length=100, kv_length=600),
+    "documents": replace(
+        CALL, mask=("causal documents of rows", 6), group=2, batch=2, dims=(128, 128), dtype=FP16
+    ),
+    "window": replace(CALL, mask=("window", 31), dims=(128, 64), layout="heads inside"),
+    "rows without keys": replace(CALL, mask=("hidden rows", 2), dims=(64, 128), sinks=True),
+    "ring": replace(CALL, world=2, schedule="ring", balancer="ptrr", length=512, kv_length=512),
 }
 ROWS = replace(CALL, heads=2, group=2, batch=2, length=400, kv_length=400)
 MORE = {
@@ -103,8 +110,7 @@ def kernels_end() -> None:
 )
 def test_gluon_equals_dense_attention(name: str) -> None:
     """Full tiles around the rings before masked ones, masked blocks alone, and full tiles alone."""
-    with route("gluon"):
-        check({**FIRST, **MORE}[name])
+    check_route("gluon", {**FIRST, **MORE}[name])
 
 
 @pytest.mark.nightly

@@ -84,6 +84,40 @@ def test_a_tensor_map_has_every_field(
     assert not got if is_whole else "a tensor map without a field" in got[0], got
 
 
+# Warp 0 copies a box of 8 x 8 words; between that and the bytes that it expects it meets another warp.
+# Warp 2, which goes first, waits for the copy.
+LOAD = """
+setp.lt.u32 %p2, %r1, 64; @%p2 bra COPY;
+LOOK: mbarrier.try_wait.parity.shared::cta.b64 %p4, [smem+512], 0;
+@!%p4 bra LOOK;
+bra END;
+COPY: setp.eq.u32 %p3, %r1, 0;
+@%p3 mbarrier.arrive.expect_tx.shared::cta.b64 _, [smem+512], 256;
+bar.sync 1, 64;
+mov.b32 %r3, smem; mov.b32 %r4, 0; add.u32 %r5, %r3, 256; add.u32 %r6, %r3, 512;
+@%p3 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r5], [%d2, {%r4, %r4}], [%r6];
+END: bar.sync 0;
+"""
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3, 4])
+def test_a_warp_that_waits_looks_again_after_a_copy_begins(seed: int | None) -> None:
+    body = START + ZEROS + "cvt.u64.u32 %d3, smem;"
+    for name, field in FIELDS.items():
+        dims = range(2 if "{at}" in field and name != "global_stride" else 1)
+        body += "".join(
+            f"tensormap.replace.tile.{name}.shared::cta.b1024.{field.format(at=at)};" for at in dims
+        )
+    body += """
+    setp.lt.u32 %p1, %r1, 32; setp.eq.u32 %p3, %r1, 0;
+    @%p3 mbarrier.init.shared::cta.b64 [smem+512], 1;
+    @%p1 tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic"""
+    body += ".release.gpu.sync.aligned [%d2], [%d3], 0x80; fence.proxy.async.shared::cta; bar.sync 0;"
+    text = module(body + LOAD + "ret;", 2, 1024, 96)
+    got = run_module(text, np.zeros(64, "u4"), np.zeros(64, "u4"), threads=96, seed=seed)
+    assert not got, [str(f) for f in got]
+
+
 WRITES = """
 and.b32 %r2, %r1, 31; mad.wide.u32 %d3, %r2, 4, %d2; setp.lt.u32 %p1, %r1, 32; mov.b32 %r3, 7;
 @%p1 st.global.b32 [%d3], %r1;

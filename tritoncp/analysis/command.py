@@ -54,6 +54,13 @@ from tritoncp.command_base import JOBS, Seconds
 )
 @click.option("--backward", is_flag=True, help="Of --executed: the backward pass.")
 @click.option(
+    "--route",
+    "routes",
+    multiple=True,
+    type=click.Choice(("gluon", "specialized")),
+    help="Of --executed: a route of the forward pass besides the default.",
+)
+@click.option(
     "--against",
     type=click.Choice(("torch", "autotuned")),
     help="Of --executed: torch's template at its default tile; at all that autotuning tries.",
@@ -74,6 +81,7 @@ def inspect(
     score: str,
     selected: str,
     backward: bool,
+    routes: tuple[str, ...],
     against: str | None,
 ) -> None:
     """Compile every shipped kernel for any GPU, present or not, and show the compiler's figures.
@@ -110,8 +118,10 @@ def inspect(
         problem = replace(parse_shape(shape), score=score, dtype=dtypes[0] if dtypes else "bfloat16")
         problems = [replace(problem, mask=mask) for mask in masks or ("causal",)]
         which = "backward" if backward else "forward"
+        if routes and (backward or selected):
+            raise click.UsageError("--route is of the forward pass of a call without --selected")
         chosen = parse_chosen(selected) if selected else None
-        count_calls(problems, archs or ("sm_80", "sm_90"), which, against or "", as_json, chosen)
+        count_calls(problems, archs or ("sm_80", "sm_90"), which, against or "", as_json, chosen, routes)
         return
     from tritoncp.analysis.resource_table import ARCHS, measured, pick, run, shipped
 

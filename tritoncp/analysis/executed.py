@@ -29,11 +29,11 @@ from tritoncp.perf.problem import Problem
 from tritoncp.perf.suite.baselines import inputs
 from tritoncp.reference.dense import dense_attention
 
-# Counts of one pass, summed over its kernels, per query row and head. who: "tritoncp", "torch" (default tile)
-# or "torch autotuned" (another candidate); tiles: tiles of each kernel; error: max error of a result against
-# float64, relative to its max element; warp instructions without moves; flops of tensor cores; special
-# functions, such as exponentials and divisions; wavefronts of shared memory; sectors of global memory;
-# registers and spill_bytes of a thread, by ptxas.
+# Counts of one pass, summed over its kernels, per query row and head. who: "tritoncp", "tritoncp, gluon" (a
+# route), "torch" (default tile) or "torch autotuned" (another candidate); tiles: tiles of each kernel; error:
+# max error of a result against float64, relative to its max element; warp instructions without moves; flops
+# of tensor cores; special functions, such as exponentials and divisions; wavefronts of shared memory; sectors
+# of global memory; registers and spill_bytes of a thread, by ptxas.
 Row = dict[str, Any]
 COUNTS = ("instructions", "flops", "special", "wavefronts", "sectors")
 PASSES = {"forward": ("forward",), "backward": ("dq", "dkdv")}  # kernels whose counts are added
@@ -75,22 +75,23 @@ def selected_pairs(problem: Problem, chosen: Chosen) -> Tensor:
     return chosen.draw(problem).to_dense(problem.seq, problem.rows)
 
 
-def count_tritoncp(call: ExecutedCall, arch: str, which: str) -> Row:
-    """Execute tritoncp's kernels of a pass, "forward" or "backward", and return their counts."""
+def count_tritoncp(call: ExecutedCall, arch: str, which: str, route: str = "") -> Row:
+    """Execute tritoncp's kernels of a pass, "forward" or "backward", and return their counts. route: of the
+    forward pass other than "loops". Raises ValueError if the call cannot take it."""
     variant = None if call.chosen is None else Variant(call.problem, chosen=call.chosen)
     tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors, variant)
-    kernels = ("forward",) if which == "forward" else ("delta", "dq", "dkdv")
+    kernels = (route or "forward",) if which == "forward" else ("delta", "dq", "dkdv")
     if which == "backward":
         tensors.results("forward")["out"].copy_(call.out)
         tensors.results("route")["lse"].copy_(call.lse[..., None])
     launches: list[Any] = [tensors.launch(kernel, None, arch) for kernel in kernels]
-    own = [launch for kernel, launch in zip(kernels, launches) if kernel in PASSES[which]]
+    own = [launch for kernel, launch in zip(kernels, launches) if kernel != "delta"]
     named = ", ".join(tiles(asdict(launch.parts[0].config)) for launch in own)
     counts = _execute(lambda: [launch() for launch in launches], arch, call.problem, skip="delta_kernel")
     results = {key: x for kernel in PASSES[which] for key, x in tensors.results(kernel).items()}
     expected = {"out": call.out, **dict(zip(("dq", "dk", "dv"), call.grads))}
     error = max(_error(x, expected[key]) for key, x in results.items())
-    return {"who": "tritoncp", "tiles": named, "error": error, **counts}
+    return {"who": f"tritoncp, {route}" if route else "tritoncp", "tiles": named, "error": error, **counts}
 
 
 def count_torch(call: ExecutedCall, job: TemplateJob, listed: bool = False) -> Row | None:
@@ -118,21 +119,23 @@ def count_torch(call: ExecutedCall, job: TemplateJob, listed: bool = False) -> R
 
 def count_calls(
     problems: Sequence[Problem], archs: Sequence[str], which: str, against: str, as_json: bool,
-    chosen: Chosen | None = None,
+    chosen: Chosen | None = None, routes: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Print the counts of a pass of calls: of tritoncp, then of torch with its default tiles (against
-    "torch"), or with every candidate of autotuning that fits and does not spill ("autotuned"). If the default
-    tiles do not fit, as for heads of 512, the first such candidate is counted. With keys that queries select,
-    torch's mask_mod reads a table of pairs; further rows have it as a BlockMask too."""
+    """Print the counts of a pass of calls: of tritoncp, of its ``routes`` besides "loops", then of torch with
+    its default tiles (against "torch"), or with every candidate of autotuning that fits and does not spill
+    ("autotuned"). If the default tiles do not fit, as for heads of 512, the first such candidate is counted.
+    With keys that queries select, torch's mask_mod reads a table of pairs; further rows have it as a
+    BlockMask too."""
     console, printed = make_console(), []
     for problem in problems:
         if against:
             torch_templates.mask_of(problem)  # raises for a mask that the templates do not have
         call = draw_call(problem, chosen)
         for arch in archs:
-            rows = [count_tritoncp(call, arch, which)]
+            own = [count_tritoncp(call, arch, which, route) for route in ("", *routes)]
+            rows = [*own]
             for job in candidates(which, arch, problem) if against else ():
-                if len(rows) > 1 and against != "autotuned":
+                if len(rows) > len(own) and against != "autotuned":
                     break
                 job = replace(job, selected=chosen.shares if chosen else 0)
                 for listed in (False,) if chosen is None else (False, True):
@@ -143,7 +146,7 @@ def count_calls(
             printed += [{"call": title, **row} for row in rows]
             if not as_json:
                 show(rows, title, console)
-                if against and len(rows) == 1:
+                if against and len(rows) == len(own):
                     console.print("torch: none of its tiles fits into shared memory without spills")
     if as_json:
         print(json.dumps(printed, indent=1))

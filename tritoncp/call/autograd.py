@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,8 +29,8 @@ from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.distributed.collectives import Requests
 from tritoncp.distributed.profiler_ranges import step_range
-from tritoncp.distributed.schedules import schedule_of
-from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
+from tritoncp.distributed.schedules import local, schedule_of
+from tritoncp.distributed.schedules.buffers import laid_out_as, outputs, stats_dtype
 from tritoncp.graph.checkpoint_policies import warn_if_repeated
 from tritoncp.graph.dispatch import (
     call_op,
@@ -73,45 +74,82 @@ class BackwardInputs(NamedTuple):
         return BackwardInputs._make([None if x is None else x.resolve_neg() for x in self])
 
 
-def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Requests[Any]:
-    """Return the schedule that computes out, lse, and max_scores or None."""
+def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor, *, trains: bool = False) -> Requests[Any]:
+    """Return the schedule that computes out, lse, and max_scores or None. trains: whether a backward pass
+    may follow, whose kernels then compile beside those of the forward pass"""
     if call.expand is not None:
         call.expand.check_call(call.plan, call.is_invariant)
     engine = engine_of(call, q, k, v)
     pass_of = schedule_of(call.plan, call.is_invariant)
-    return pass_of.forward(call.plan, engine, q, k, v, call.want_max)
+    steps = pass_of.forward(call.plan, engine, q, k, v, call.want_max)
+    if trains and pass_of is local and getattr(engine, "is_new", False):
+        return followed(steps, partial(expected_launches, call, engine, q, k, v))
+    return steps
+
+
+def followed(steps: Requests[Any], prepare: Callable[[], Iterable[Any]]) -> Requests[Any]:
+    """Run a schedule; if one of its kernels has to be compiled, compile the launches of ``prepare()`` beside
+    it."""
+    from tritoncp.kernels.compiling import followed_by  # late: it imports Triton
+
+    with followed_by(prepare):
+        return (yield from steps)
+
+
+def expected_launches(call: Call, engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> Iterable[Any]:
+    """Prepare the launches of a local backward pass for a dout with the layout of out, into buffers that are
+    freed at once. A dout of another layout may need other kernels. engine: of the forward pass"""
+    out, lse, _ = outputs(call.plan, engine, q, v, False)
+    sums = gradient_buffers(call, lse)
+    engine = engine_of(call, q, k, v, (out, lse, out), sums)
+    yield from local.backward_launches(call.plan, engine, q, k, v, out, lse)
+    if "lse" not in call.returns:  # else its gradient is unknown
+        yield engine.delta(out, out, None, lse)
 
 
 def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> Requests[Any]:
     """Return the schedule that computes dq, dk, dv, and adds gradients of captures to ``sums``."""
-    engine, dout, delta = backward_engine(call, inputs, sums)
-    qkv = inputs[2:5]
+    engine, dout, dlse = backward_engine(call, inputs, sums)
+    steps = _backward_steps(call, engine, inputs, dout, dlse)
+    if getattr(engine, "is_new", False) and schedule_of(call.plan, call.is_invariant) is local:
+        _, _, q, k, v, _, lse = inputs
+        return followed(steps, partial(local.backward_launches, call.plan, engine, q, k, v, dout, lse))
+    return steps
 
-    def steps() -> Requests[Any]:
-        schedule, (q, k, v) = schedule_of(call.plan, call.is_invariant), qkv
-        if call.expand is not None and not k.stride(0):
-            k = k.clone(memory_format=torch.contiguous_format)  # a separate gradient for each batch row
-        grads = yield from schedule.backward(call.plan, engine, q, k, v, dout, inputs.lse, delta)
-        return [in_own_memory(grad, x) for grad, x in zip(grads, qkv, strict=True)]
 
-    return steps()
+def _backward_steps(
+    call: Call, engine: Engine, inputs: BackwardInputs, dout: Tensor, dlse: Tensor | None
+) -> Requests[Any]:
+    _, _, q, k, v, out, lse = inputs
+    delta = start_delta(call, engine, out, dout, dlse, lse)
+    keys = k
+    if call.expand is not None and not k.stride(0):
+        keys = k.clone(memory_format=torch.contiguous_format)  # a separate gradient for each batch row
+    schedule = schedule_of(call.plan, call.is_invariant)
+    grads = yield from schedule.backward(call.plan, engine, q, keys, v, dout, lse, delta)
+    return [in_own_memory(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
 
 
 def backward_engine(
     call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
-) -> tuple[Engine, Tensor, Tensor]:
-    """Return (engine of a backward pass, dout in a memory order that kernels read, delta = rowsum(out * dout)
-    - dlse [B, H, S])."""
+) -> tuple[Engine, Tensor, Tensor | None]:
+    """Return the engine of a backward pass, and dout and dlse as kernels read them."""
     dout, dlse, q, k, v, out, lse = inputs
     if dlse is not None:  # for rows that see no key, lse is -inf and dlse may be NaN
         dlse = dlse.masked_fill(lse == -torch.inf, 0).contiguous()
     dout = dout if 0 not in dout.stride() else dout.contiguous()
     extra = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
-    engine = engine_of(call, q, k, v, extra, sums)
+    return engine_of(call, q, k, v, extra, sums), dout, dlse
+
+
+def start_delta(
+    call: Call, engine: Engine, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor
+) -> Tensor:
+    """Start to compute delta = rowsum(out * dout) - dlse [B, H, S]; return it."""
     delta = torch.empty_like(lse)
-    with current_device(lse), step_range(call.plan, 0, "delta"):
+    with current_device(delta), step_range(call.plan, 0, "delta"):
         engine.delta(out, dout, dlse, delta)()
-    return engine, dout, delta
+    return delta
 
 
 def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
@@ -138,14 +176,16 @@ def drive(
             return collectives.lockstep(passes)
 
 
-def forward_pass(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Compute out, lse and, if requested, max_scores of each call. tensors: query, key and value of each."""
+def forward_pass(calls: Sequence[Call], tensors: Sequence[Tensor], trains: bool = False) -> list[Tensor]:
+    """Compute out, lse and, if requested, max_scores of each call. tensors: query, key and value of each;
+    trains: as in :func:`forward_schedule`"""
     if calls[0].group is not None:
         compare_call(calls[0], *tensors[:3])
     if len(calls) == 1:
-        passes = [forward_schedule(calls[0], *tensors)]
+        passes = [forward_schedule(calls[0], *tensors, trains=trains)]
     else:
-        passes = [forward_schedule(call, *tensors[3 * i : 3 * i + 3]) for i, call in enumerate(calls)]
+        shards = (tensors[at : at + 3] for at in range(0, len(tensors), 3))
+        passes = [forward_schedule(call, *x, trains=trains) for call, x in zip(calls, shards, strict=True)]
     return [x for results in drive(calls, passes, tensors[0]) for x in results if x is not None]
 
 
@@ -204,7 +244,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, calls: Sequence[Call | OpArguments], *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = _run_forward(calls, tensors)
+        results = _run_forward(calls, tensors, True)
         width = len(results) // len(calls)
         chosen = [call.selected for call in calls if call.selected is not None]
         saved = *tensors, *[one.indices for one in chosen]  # for version checks and hooks
@@ -294,18 +334,20 @@ def attend(calls: Sequence[Call | OpArguments], shards: Sequence[Tensor]) -> lis
     return list(Attention.apply(calls, *tensors)) if needs_autograd(tensors) else _run_forward(calls, tensors)
 
 
-def _run_forward(calls: Sequence[Call | OpArguments], tensors: Sequence[Tensor]) -> list[Tensor]:
+def _run_forward(
+    calls: Sequence[Call | OpArguments], tensors: Sequence[Tensor], trains: bool = False
+) -> list[Tensor]:
     """Run the forward pass of calls below autograd, as an op if the dispatcher is needed. tensors: query, key
-    and value of each call, then the captures."""
+    and value of each call, then the captures; trains: as in :func:`forward_schedule`"""
     if len(calls) > 1:  # there is no op for several ranks: modes see nothing, as in the body of an op
         with fresh_dispatch():
             shards = [x.resolve_neg() for x in tensors[: 3 * len(calls)]]
-            return forward_pass(cast(Sequence[Call], calls), shards)
+            return forward_pass(cast(Sequence[Call], calls), shards, trains)
     call, shard = calls[0], tensors[:3]
     if needs_dispatcher(tensors):
         warn_if_repeated(forward_op, *shard)
         return list(call_op(forward_op, *shard, *OpArguments.of(call)))
-    return forward_pass([call], shard) if isinstance(call, Call) else _forward_body(*shard, *call)
+    return forward_pass([call], shard, trains) if isinstance(call, Call) else _forward_body(*shard, *call)
 
 
 def backward(calls: Sequence[Call | OpArguments], inputs: Sequence[BackwardInputs]) -> list[Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +101,7 @@ def engine_of(
     if cache_log.isEnabledFor(logging.DEBUG):
         found = f"miss{_why_new(EngineKey(*key), engines)}" if kept is None else "hit"
         cache_log.debug("engines of the plan: %s", found)
-    if kept is None:
-        kept = engines.put(EngineKey(*key), _make_engine(call, q, v, grads))
-    engine, mask_copy = kept
+    engine, mask_copy = _keep_engine(engines, EngineKey(*key), call, q, v, grads) if kept is None else kept
     # The engine reads the tensors of its mask_mod on this stream.
     mask_mod = None if mask_copy is None else mask_copy.on_current_stream()
     if score is not None and (tensors or score.numbers):
@@ -112,6 +111,15 @@ def engine_of(
     from tritoncp.selection.triton_engine import SelectedTritonEngine  # late: it imports the kernels
 
     return SelectedTritonEngine(engine, selected_rows(call, q, k), look_up(plan, mask_mod, device))
+
+
+def _keep_engine(
+    engines: BoundedCache[EngineKey, KeptEngine], key: EngineKey, call: Call, q: Tensor, v: Tensor,
+    grads: Sequence[Tensor],
+) -> KeptEngine:  # fmt: skip
+    """Make the engine of a key and keep it; return a copy for its first pass."""
+    engine, copy = engines.put(key, _make_engine(call, q, v, grads))
+    return replace(engine, is_new=True), copy
 
 
 def _cpu_engine_of(call: Call, q: Tensor, k: Tensor, grads: Sequence[Tensor]) -> Engine:

@@ -20,6 +20,7 @@ from tritoncp.call.autograd import (
     current_device,
     in_own_memory,
     needs_autograd,
+    start_delta,
 )
 from tritoncp.call.engine_factory import engine_of, gradient_buffers, sum_gradients
 from tritoncp.call.facts import Call
@@ -89,7 +90,8 @@ def _backward_part(
         call = _reading_call(written, q, index, count)
         k, v = shared_keys.views_of(call.plan, buffer, q)
         sums = gradient_buffers(call, lse)
-        engine, dout, delta = backward_engine(call, BackwardInputs(dout, dlse, q, k, v, out, lse), sums)
+        engine, dout, dlse = backward_engine(call, BackwardInputs(dout, dlse, q, k, v, out, lse), sums)
+        delta = start_delta(call, engine, out, dout, dlse, lse)
         dq, dk, dv = shared_keys.backward(call.plan, engine, q, k, v, dout, lse, delta)
     return [in_own_memory(dq, q), dk, dv, *written.order_sums(call, sum_gradients(call, sums))]
 

@@ -16,7 +16,7 @@ from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.cases import check
-from tests.compiled.test_calls import CALL, ONE_STEP
+from tests.compiled.test_calls import CALL, ONE_STEP, SPLIT
 from tests.conftest import COMPILED
 from tritoncp.core.versions import minor_of
 from tritoncp.executor import ExecutionFault, compiled_kernels
@@ -86,6 +86,10 @@ ATTENTION = {
     "dq_kernel": replace(WINDOW, length=1300, kv_length=600),
     "dkdv_kernel": replace(WINDOW, length=600, kv_length=1000),
 }
+# The same of tiles of 64 keys, for warps with roles of their own
+SPECIALIZED = replace(
+    SPLIT, options=SPLIT.options | {"fwd_BLOCK_N": 64}, mask=("window", 400), length=930, kv_length=400
+)
 SEEDS = None, 1, 2
 Run = Callable[[], None]  # launches a kernel; raises AssertionError where its result is wrong
 
@@ -168,9 +172,24 @@ EDITS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
 }
 
 
+# Edits of what orders warps with roles of their own
+MBARRIER_EDITS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
+    "mbarrier arrival": (r"@%p\d+ mbarrier\.arrive\.shared[^;]*;", lambda m: ""),
+    "count of arrivals": (r"(mbarrier\.init[^;]*,\s*)(\d+);", add_one),
+    "expected bytes": (
+        r"(mbarrier\.arrive\.expect_tx[^;]*,\s*)(\d+);",
+        lambda m: f"{m[1]}{int(m[2]) - 16};",
+    ),
+    "phase": (
+        r"(mbarrier\.try_wait\.parity[^;]*,\s*)(%r\d+);",
+        lambda m: f"{{ .reg .b32 other; xor.b32 other, {m[2]}, 1; {m[1]}other; }}",
+    ),
+}
+
+
 def mutants(ptx: str, edit: str) -> Iterator[str]:
     """Yield the text with each instruction edited that a kind of edit applies to."""
-    pattern, new = EDITS[edit]
+    pattern, new = (EDITS | MBARRIER_EDITS)[edit]
     for m in re.finditer(pattern, ptx):
         yield ptx[: m.start()] + new(m) + ptx[m.end() :]
 
@@ -193,6 +212,10 @@ LATER_COMMIT = "the wait before or behind is for a later commit, which covers th
 OLD_MBARRIER = "it orders an invalidated mbarrier alone, see test_fences_between_an_old_mbarrier_and_a_copy"
 PERMIT = "any warp may give up the permit to allocate"
 ALWAYS = "the predicate holds for all threads"
+UNAWAITED = "nobody waits for this phase: the loop is over, and the mbarrier is invalidated next"
+NEW = "the mbarrier is new, and the phase before its first counts as complete"
+IMPLIED = "the wait before implies it: of scores, that products of P are over; of P, that scores were read"
+MET = "the warps of all roles have met at a barrier behind the loop"
 # Numbers of the edits that cannot change a result, in the order of the text as a release of Triton writes it
 SOFTMAX = {"predicate": {ALWAYS: {0}, SAME: {2, 3, 4, 5, 8, 9, 10, 11}, UNREAD: {7, 13}}}
 SM_80 = {"barrier": {BARRIERS: {2}, ELSEWHERE: {5}}, "group of copies": {NEWEST: {3}}}
@@ -224,6 +247,11 @@ TRITON_37: Redundant = {
         "proxy fence": {FENCED: {1, 2, 3, 4, 5}},
         "mbarrier wait": {LATER_COMMIT: {6, 15}},
         "tcgen05 wait": {LATER_STORES: {0, 2, 6, 10, 14}},
+    },
+    ("sm_100", "specialized"): {
+        "mbarrier arrival": {UNAWAITED: {4, 5, 18, 19}},
+        "mbarrier wait": {NEW: {0, 1, 8, 9}, IMPLIED: {5, 13, 28, 35}, MET: {7, 39}},
+        "proxy fence": {FENCED: {1}},
     },
     ("sm_100", "dkdv_kernel"): {
         "barrier": {BARRIERS: {2, 3, 32, 48}},
@@ -407,6 +435,29 @@ def test_mutants_of_attention(kernel: str, launches: Launches) -> None:
     function, arguments = launches[kernel]
     edits = [e for e in EDITS if e not in ANSWERED_BY_RESULTS]
     check_mutants(lambda: driver.active.execute(function, *arguments), kernel, function, edits)
+
+
+# Edits of the barriers among the warps of one role are left out: 88 of them, in most places several in a row.
+ROLE_EDITS = (
+    *MBARRIER_EDITS,
+    "mbarrier wait",
+    "tcgen05 commit",
+    "tcgen05 wait",
+    "tcgen05 dealloc",
+    "proxy fence",
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kernel", with_table(["specialized"]))
+@pytest.mark.parametrize("edit", ROLE_EDITS)
+def test_mutants_of_warps_with_roles(kernel: str, edit: str, launches: Launches) -> None:
+    """Arrivals, waits and phases that order copies, products, softmax and the rescaling of sums."""
+    check(SPECIALIZED)
+    function, arguments = launches["forward_kernel"]
+    expected = set().union(*REDUNDANT[COMPILED, kernel].get(edit, {}).values())
+    found = unnoticed(lambda: driver.active.execute(function, *arguments), function, [edit])
+    assert found.get(edit, set()) == expected
 
 
 @pytest.mark.nightly

@@ -8,9 +8,15 @@ from torch import Tensor
 
 from tritoncp.distributed.collectives import Requests
 from tritoncp.distributed.profiler_ranges import step_range
-from tritoncp.distributed.schedules.buffers import dkdv, dq_of_one_step, empty_grad, outputs
+from tritoncp.distributed.schedules.buffers import (
+    dkdv,
+    dq_of_one_step,
+    empty_grad,
+    outputs,
+    prepare_dkdv,
+)
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, ForwardStep, StepEngine
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep, PreparedStep, StepEngine
 
 
 def forward(
@@ -31,13 +37,22 @@ def backward(
 ) -> Requests[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Compute (dq, dk, dv) in the dtypes of q, k, v, or dk and dv in ``key_dtype``; gradients of captures go
     to the engine's buffers."""
-    tables = plan.tables_for(q, plan.rank)
+    step = BackwardStep(q, k, v, dout, lse, delta, plan.tables_for(q, plan.rank))
     dq = dq_of_one_step(plan, engine, q, lse)
     dk, dv = (empty_grad(x, key_dtype or x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
-    step = BackwardStep(q, k, v, dout, lse, delta, tables)
     with step_range(plan, 0, "dq"):
         engine.dq(step, dq)()
     with step_range(plan, 0, "dkdv"):
         dkdv(engine, step, dk, dv, dq)
     return dq, dk, dv
     yield  # a schedule is a generator
+
+
+def backward_launches(
+    plan: Plan, engine: StepEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor
+) -> list[PreparedStep]:
+    """Prepare the launches of :func:`backward` with buffers of their own, to compile their kernels."""
+    step = BackwardStep(q, k, v, dout, lse, lse, plan.tables_for(q, plan.rank))
+    dq = dq_of_one_step(plan, engine, q, lse)
+    dk, dv = (empty_grad(x, x.dtype, True) for x in (k, v))
+    return [prepare_dkdv(engine, step, dk, dv, dq)[0], engine.dq(step, dq)]

@@ -215,6 +215,7 @@ class Tma:
         clock = int(clocks.start(key[0], clocks.copy))
         shared.expect_copy(units, 16, np.int32(clock << SHIFT | clocks.copy))
         self.arriving.setdefault(key, []).append((units, data, box.map.nbytes, clock))
+        self.ctas.progress += 1  # for warps that tested the mbarrier since the bytes were expected
 
     def finish_loads(self, key: Key, barrier: Mbarrier) -> None:
         """Complete loads: write their data to shared memory, and count their bytes at the mbarrier."""
