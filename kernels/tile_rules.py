@@ -296,8 +296,7 @@ _RULES: dict[str, _Tiles] = {
         },  # 1272 and 192 bytes
         "dq, scored": {128: Config(128, 32, 4, 2, maxnreg=256)},  # 208 bytes
         "dkdv": {
-            96: Config(64, 64, 4, 1, maxnreg=256),
-            128: Config(64, 64, 8, 1),
+            128: Config(64, 64, 4, 1, maxnreg=256),
             192: Config(64, 64, 8, 1, maxnreg=256),
             256: Config(64, 64, 8, 1),
             448: Config(32, 64, 8, 1, maxnreg=256),  # dK of 384 channels: 192 bytes without, of 448: 40
