@@ -70,7 +70,7 @@ def test_a_route_applies_only_to_calls_equal_to_the_measured_one(places):
     won = {"kernel": "route", "config": {"ROUTE": "loops", **asdict(Config(64, 32))}}
     tile_tables.write(places / "given", CPU, [entry(16) | won], {})
     assert look_up() is None and configs(torch.device("cpu"), torch.float32, (16, 16), "causal")
-    for path in places.glob("*/*/*.json"):
+    for path in places.rglob("*.json"):
         path.unlink()
     for device, triton in ((CPU, "3.6.0"), (Device("interpreter", "another"), None)):
         tile_tables.write(places / USER, device, [entry(16), entry(16) | ROUTED], {}, triton)
