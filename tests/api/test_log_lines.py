@@ -11,7 +11,7 @@ import torch
 
 import tritoncp
 from tests.command_process import python
-from tests.measured_tiles.measured_tiles import CPU, places, put
+from tests.measured_tiles.measured_tiles import CPU, USER, places, put
 from tests.multiprocess import ranks
 from tritoncp.core import log_lines
 from tritoncp.kernels import options
@@ -61,7 +61,7 @@ def test_engine_route_and_tiles_are_logged_with_their_reasons(caplog, places):
     options._choose.cache_clear()  # a choice is logged when it is made
     with caplog.at_level(logging.DEBUG, "tritoncp"):
         attend(40)
-        put(places / "user", 16, CPU)
+        put(places / USER, 16, CPU)
         tile_tables.forget()
         attend(40)
         attend(40)
@@ -69,7 +69,7 @@ def test_engine_route_and_tiles_are_logged_with_their_reasons(caplog, places):
     (engine,) = lines(caplog, "engine")
     assert "Triton kernels, interpreted, run float32" in engine and engine.endswith("route loops (default)")
     files = [line for line in lines(caplog, "tiles") if line.startswith("measured tiles of cpu")]
-    assert files[0].endswith("no file, the rule chooses them") and str(places / "user") in files[1]
+    assert files[0].endswith("no file, the rule chooses them") and str(places / USER) in files[1]
     kernels = [line for line in lines(caplog, "tiles") if line.startswith("forward kernel on interpreter")]
     assert [line.rpartition(" (")[2] for line in kernels] == [
         "rule)",

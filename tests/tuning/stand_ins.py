@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from click.testing import Result
 
+from tests import command_process
 from tritoncp.kernels.tile_rules import default
 from tritoncp.perf.problem import Problem
 from tritoncp.tuning.journal import TuningJournal
@@ -19,7 +20,7 @@ CONDITIONS = {"device": "formula"}
 
 def invoke(*words) -> Result:
     """Run `tritoncp autotune`."""
-    return invoke("autotune", *words)
+    return command_process.invoke("autotune", *words)
 
 
 def cost(config):

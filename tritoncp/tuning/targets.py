@@ -185,8 +185,11 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
         plain = replace(rule, FLIP=False, maxnreg=None)
         sized = [replace(plain, BLOCK_M=m, BLOCK_N=n) for m, n in itertools.product(*near)]
         configs |= {
-            replace(config, num_warps=warps, num_stages=stages)
-            for config, warps, stages in itertools.product(sized, (4, 8), (1, 2, 3, 4))
+            rule,
+            *(
+                replace(config, num_warps=warps, num_stages=stages)
+                for config, warps, stages in itertools.product(sized, (4, 8), (1, 2, 3, 4))
+            ),
         }
         if not arch.startswith("gfx"):  # two CTAs fit on a multiprocessor
             configs |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
