@@ -82,9 +82,14 @@ def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor, *, trains: boo
     engine = engine_of(call, q, k, v)
     pass_of = schedule_of(call.plan, call.is_invariant)
     steps = pass_of.forward(call.plan, engine, q, k, v, call.want_max)
-    if trains and pass_of is local and getattr(engine, "is_new", False):
+    if trains and may_compile(call, engine):
         return followed(steps, partial(expected_launches, call, engine, q, k, v))
     return steps
+
+
+def may_compile(call: Call, engine: Engine) -> bool:
+    """Return whether kernels of a pass may have to be compiled, and exchange nothing with other ranks."""
+    return getattr(engine, "is_new", False) and schedule_of(call.plan, call.is_invariant) is local
 
 
 def followed(steps: Requests[Any], prepare: Callable[[], Iterable[Any]]) -> Requests[Any]:
@@ -111,7 +116,7 @@ def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
     """Return the schedule that computes dq, dk, dv, and adds gradients of captures to ``sums``."""
     engine, dout, dlse = backward_engine(call, inputs, sums)
     steps = _backward_steps(call, engine, inputs, dout, dlse)
-    if getattr(engine, "is_new", False) and schedule_of(call.plan, call.is_invariant) is local:
+    if may_compile(call, engine):
         _, _, q, k, v, _, lse = inputs
         return followed(steps, partial(local.backward_launches, call.plan, engine, q, k, v, dout, lse))
     return steps
