@@ -1,16 +1,19 @@
 """Schedules: their messages and memory, the memory order of their results, and head groups of any size."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tritoncp
 from tests.kernels.support.harness import F32, F64, agree, cotangents, oracle, over_ranks, qkv
@@ -273,3 +276,26 @@ def test_partial_sums_of_keys_are_added_unless_batch_rows_share_them(add: bool) 
         buffers.dkdv(Engine(), step, *grads, None, add=add)
         for i, grad in enumerate(grads, 1):
             assert bool((grad == times * i + add).all())
+
+
+# -- dry runs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank_of_a_dry_run() -> Iterator[Any]:
+    """Make this process rank 1 of 4 whose messages go nowhere, as torch's "fake" backend does."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:this plan places blocks")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_dry_run_computes_a_training_step(schedule: str, engine: str, rank_of_a_dry_run: Any) -> None:
+    """It has the launches and the memory of a rank, and arbitrary results."""
+    mask = create_block_mask(causal(), 1, 4, 64, 64, BLOCK_SIZE=8)
+    plan = tritoncp.make_plan(mask, mesh=rank_of_a_dry_run, schedule=schedule)
+    q, k, v = (torch.randn(1, 4, 16, 16, requires_grad=True) for _ in range(3))
+    out = tritoncp.flex_attention(q, k, v, None, plan, mesh=rank_of_a_dry_run)
+    out.sum().backward()
+    assert [x.grad.shape for x in (q, k, v)] == [out.shape] * 3

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tritoncp.core.environment import AUTOTUNE, CONFIG_DIR
-from tritoncp.distributed import failures
+from tritoncp.distributed import failures, groups
 from tritoncp.measured_tiles import tile_lookup, tile_tables
 from tritoncp.measured_tiles.tile_lookup import MEASURED_KINDS, TileKey
 
@@ -39,10 +39,10 @@ def tune_if_requested(device: torch.device, group: Any, call: TileKey, shape: tu
     if call.score == 2 or _is_tuned(device, call):
         return  # the score_mod that tuning uses for all others does not load a value for each score
     allowed = 0.0 if CONFIG_DIR.read() == "-" else float(AUTOTUNE.read())
-    if group is not None:  # tuning may take twice the allowed time
-        allowed = min(allowed, failures.timeout(group).total_seconds() / 4)
     if not allowed or call in _ATTEMPTS or not _tunable(device):
         return
+    if group is not None and not groups.is_dry_run(group):  # tuning may take twice the allowed time
+        allowed = min(allowed, failures.timeout(group).total_seconds() / 4)
     _ATTEMPTS.add(call)
     try:
         _tune(device, call, shape, allowed)
