@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from triton import AsyncCompileMode, FutureKernel
 
@@ -21,43 +21,40 @@ from tritoncp.core.log_lines import area_logger
 from tritoncp.kernels.toolchain import keeps_pending_kernels
 
 NAME = "tritoncp-compiles"  # of threads
-THREADS = 4  # kernels of a training step: forward, delta, dQ, dK/dV
+THREADS = 8  # kernels of a training step: forward, dQ and dK/dV, each with and without a state, and delta
 engine_log = area_logger("engine")
 
 
-class Compilable(Protocol):
-    """A launch whose kernel can be compiled ahead."""
-
-    def compile(self) -> object: ...
-
-
-Prepare = Callable[[], Iterable[Compilable]]
-_following: ContextVar[Prepare | None] = ContextVar("launches that follow", default=None)
+CompileOthers = Callable[[], object]  # compiles the kernels of launches that follow
+_others: ContextVar[CompileOthers | None] = ContextVar("kernels of launches that follow", default=None)
 
 
 @contextmanager
-def followed_by(prepare: Prepare) -> Iterator[None]:
-    """Compile the launches of ``prepare()`` beside the first launch of the ``with`` block whose kernel Triton
-    has to compile. If no kernel has to be compiled, ``prepare`` is not called."""
-    token = _following.set(prepare)
+def followed_by(compile_others: CompileOthers) -> Iterator[None]:
+    """Compile the kernels of ``compile_others()`` beside that of the first launch of the ``with`` block which
+    Triton has to compile. If it compiles none, ``compile_others`` is not called."""
+    token = _others.set(compile_others)
     try:
         yield
     finally:
-        _following.reset(token)
+        _others.reset(token)
 
 
-def launch_first(run: Callable[[], Any]) -> Any:
-    """Launch a kernel that may have to be compiled, by ``run``; return the compiled kernel (None: it is
-    interpreted)."""
-    prepare = _following.get()
-    if prepare is None or not uses_threads():
-        kernel = run()
+def launch_first(compile_own: Callable[[], object], launch: Callable[[], Any]) -> Any:
+    """Launch a kernel that may have to be compiled, by ``compile_own``; return the compiled kernel (None: it
+    is interpreted)."""
+    compile_others = _others.get()
+    if compile_others is None or not uses_threads():
+        kernel = launch()
     else:
-        threads = _Compilers(prepare)
+        threads = _Compilers()
 
         def in_threads() -> Any:
             threads.__enter__()  # for this context; leaving it would wait for all kernels
-            return run()
+            compile_own()
+            if threads.raw_futures:
+                threads.compile_ahead(compile_others)
+            return launch()
 
         try:
             kernel = Context().run(in_threads)
@@ -77,27 +74,24 @@ def uses_threads() -> bool:
 
 
 class _Compilers(AsyncCompileMode):
-    """Triton's mode in which kernels compile in threads. The first kernel is followed by those of
-    ``prepare()``."""
+    """Triton's mode in which kernels compile in threads."""
 
-    def __init__(self, prepare: Prepare) -> None:
+    def __init__(self) -> None:
         super().__init__(None)
         self.executor: ThreadPoolExecutor | None = None
-        self.prepare: Prepare | None = prepare
 
     def submit(self, *args: Any) -> Any:
         """Start a compilation; Triton calls this for each kernel that is in none of its caches in memory."""
         if self.executor is None:
             self.executor = ThreadPoolExecutor(THREADS, NAME)
-        kernel = super().submit(*args)
-        prepare, self.prepare = self.prepare, None
-        if prepare is not None:
-            try:
-                for launch in prepare():
-                    launch.compile()
-            except Exception as error:  # the launch itself raises it, if it comes
-                engine_log.debug("kernels are not compiled ahead: %s: %s", type(error).__name__, error)
-        return kernel
+        return super().submit(*args)
+
+    def compile_ahead(self, compile_others: CompileOthers) -> None:
+        """Start the compilation of kernels that may be needed."""
+        try:
+            compile_others()
+        except Exception as error:  # the launch itself raises it, if it comes
+            engine_log.debug("kernels are not compiled ahead: %s: %s", type(error).__name__, error)
 
     def stop(self) -> None:
         """Start no more; threads end with their kernels."""

@@ -89,9 +89,8 @@ class Launch(NamedTuple):
             return
         try:
             with _INTERPRETER_LOCK:
-                launched = launch_first(
-                    partial(self.kernel[self.grid], *self.values, **self.compiler_options)
-                )
+                launch = partial(self.kernel[self.grid], *self.values, **self.compiler_options)
+                launched = launch_first(self.compile, launch)
         except OutOfResources as error:
             kind = self.kernel.__name__.removesuffix("_kernel")
             message = does_not_fit(kind, self.config, error.name, error.required, error.limit)

@@ -35,7 +35,7 @@ from tritoncp.planning.build import build
 from tritoncp.planning.costs.layer import Shape
 from tritoncp.planning.costs.message_bytes import bytes_sent
 from tritoncp.reference.dense import dense_attention
-from tritoncp.report.dry_run import largest_peak, run_dry
+from tritoncp.report.dry_run import largest_peak
 
 cpu_engine = pytest.mark.usefixtures("cpu_engine", "in_pieces")
 SCHEDULES = ["allgather", "ring", "fetch"]
@@ -331,7 +331,7 @@ def test_expanded_keys_live_for_one_step(schedule: str) -> None:
     x = inputs(32, 1)
     plan = replace(build(full_mask(32, 32, block=4), 4, schedule=schedule).for_rank(0), handle=None)
     count = {"allgather": 2, "ring": 8, "fetch": 4}[schedule]
-    only = mock.patch.object(collectives, "run_alone", lambda schedule: run_dry(schedule, 4))
+    only = mock.patch.object(collectives, "run_alone", lambda schedule: collectives.run_dry(schedule, 4))
     leaves = leaves_of(x)
     shards = [tritoncp.shard(t, plan, dim=2) for t in leaves[:2]]
     with only:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,16 +85,21 @@ def new_mask() -> Any:
     return tritoncp.create_block_mask(causal(), 1, 1, LENGTH, LENGTH)
 
 
+def check(results: Sequence[Tensor], x: Sequence[Tensor], dout: Tensor, mask: Any) -> None:
+    """Compare out and the gradients of x with float64."""
+    wide = [t.detach().double().requires_grad_() for t in x]
+    expected = dense_attention(*wide, mask).out
+    wanted = [expected, *torch.autograd.grad(expected, wide, dout.double())]
+    for result, want in zip(results, wanted, strict=True):
+        torch.testing.assert_close(result.double(), want, rtol=0, atol=0.02)
+
+
 def train(*x: Tensor, dout: Tensor | None = None) -> None:
     """Run a training step, and compare its results with float64."""
     dout = torch.randn_like(x[0]) if dout is None else dout
     mask = new_mask()
     out = tritoncp.flex_attention(*x, None, mask)
-    got = [out, *torch.autograd.grad(out, x, dout)]
-    wide = [t.detach().double().requires_grad_() for t in x]
-    expected = dense_attention(*wide, mask).out
-    for a, b in zip(got, [expected, *torch.autograd.grad(expected, wide, dout.double())], strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=0.02)
+    check([out, *torch.autograd.grad(out, x, dout)], x, dout, mask)
 
 
 def test_a_step_compiles_each_kernel_once_and_all_at_once(seen: Seen) -> None:
@@ -109,6 +114,28 @@ def test_a_step_compiles_each_kernel_once_and_all_at_once(seen: Seen) -> None:
     for other in (mask, new_mask()):
         torch.autograd.grad(tritoncp.flex_attention(*x, None, other), x, torch.randn_like(out))
     assert len(seen.asked) == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kernels"),
+    [("allgather", 4), ("fetch", 6), ("ring", 7), ("ulysses", 4), ("ulysses+ring", 4)],
+)
+def test_ranks_compile_a_step_at_once(seen: Seen, schedule: str, kernels: int) -> None:
+    """The first rank to launch asks for the kernels of all steps, with and without a state, which the other
+    rank needs too. A backward pass sends nothing for it."""
+    everything, world = tritoncp.document(lengths=[LENGTH]), tritoncp.simulate(2)
+    mask = tritoncp.create_block_mask(everything, 1, 1, LENGTH, LENGTH, BLOCK_SIZE=16)
+    plan = world.make_plan(mask, schedule=schedule, balancer="contiguous")
+    x = [torch.randn(1, 2, LENGTH, DIM, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    shards = [world.shard(t, plan, dim=2) for t in x]
+    out = world.unshard(world.flex_attention(*shards, None, plan), plan, dim=2)
+    asked = list(seen.keys)
+    assert len(asked) == len(set(asked)) == kernels and set(seen.asked) == set(NAMES)
+    dout = torch.randn_like(out)
+    check([out, *torch.autograd.grad(out, x, dout)], x, dout, mask)
+
+    assert seen.keys == asked
+    assert all(thread.startswith(compiling.NAME) for _, thread in seen.compiled.values())
 
 
 @pytest.mark.long

@@ -94,6 +94,16 @@ def test_lockstep_gathers_and_sums(program: Program, world_size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results, want))
 
 
+@given(programs, st.integers(1, 4))
+def test_without_messages_a_rank_receives_tensors_of_the_same_forms(
+    program: Program, world_size: int
+) -> None:
+    for rank in range(world_size):
+        results = collectives.run_dry(rank_of(program, rank, world_size), world_size)
+        want = expected(program, rank, world_size)
+        assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in want]
+
+
 def test_a_process_group_answers_as_lockstep_does() -> None:
     def work(group) -> Any:
         rank, world_size = group.rank(), group.size()

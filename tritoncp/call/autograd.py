@@ -28,6 +28,7 @@ from tritoncp.call.prepare import compare_call
 from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.distributed.collectives import Requests
+from tritoncp.distributed.compile_ahead import CompilingEngine, compile_pass
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules import local, schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as, outputs, stats_dtype
@@ -79,59 +80,79 @@ def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor, *, trains: boo
     may follow, whose kernels then compile beside those of the forward pass"""
     if call.expand is not None:
         call.expand.check_call(call.plan, call.is_invariant)
-    engine = engine_of(call, q, k, v)
-    pass_of = schedule_of(call.plan, call.is_invariant)
-    steps = pass_of.forward(call.plan, engine, q, k, v, call.want_max)
-    if trains and may_compile(call, engine):
-        return followed(steps, partial(expected_launches, call, engine, q, k, v))
-    return steps
+    engine, schedule = engine_of(call, q, k, v), schedule_of(call.plan, call.is_invariant)
+
+    def start(engine: Engine) -> Requests[Any]:
+        return schedule.forward(call.plan, engine, q, k, v, call.want_max)
+
+    if not may_compile(engine) or (schedule is local and not trains):  # one kernel
+        return start(engine)
+
+    def compile_others() -> None:
+        compile_pass(start, engine, call.plan.world_size)
+        if trains:
+            compile_backward(call, engine, q, k, v)
+
+    return followed(start(engine), compile_others)
 
 
-def may_compile(call: Call, engine: Engine) -> bool:
-    """Return whether kernels of a pass may have to be compiled, and exchange nothing with other ranks."""
-    return getattr(engine, "is_new", False) and schedule_of(call.plan, call.is_invariant) is local
+def may_compile(engine: Engine) -> bool:
+    """Return whether kernels of a pass may have to be compiled, and can be before it runs: selected keys and
+    expanded latents are data that other ranks send."""
+    return getattr(engine, "is_new", False)
 
 
-def followed(steps: Requests[Any], prepare: Callable[[], Iterable[Any]]) -> Requests[Any]:
-    """Run a schedule; if one of its kernels has to be compiled, compile the launches of ``prepare()`` beside
+def followed(steps: Requests[Any], compile_others: Callable[[], object]) -> Requests[Any]:
+    """Run a schedule; if one of its kernels has to be compiled, compile those of ``compile_others()`` beside
     it."""
     from tritoncp.kernels.compiling import followed_by  # late: it imports Triton
 
-    with followed_by(prepare):
-        return (yield from steps)
+    answer: Any = None
+    while True:
+        with followed_by(compile_others):  # not while other schedules run
+            try:
+                request = steps.send(answer)
+            except StopIteration as stop:
+                return stop.value
+        answer = yield request
 
 
-def expected_launches(call: Call, engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> Iterable[Any]:
-    """Prepare the launches of a local backward pass for a dout with the layout of out, into buffers that are
-    freed at once. A dout of another layout may need other kernels. engine: of the forward pass"""
+def compile_backward(call: Call, engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Compile the kernels of a backward pass for a dout with the layout of out; one of another layout may
+    need other kernels. engine: of the forward pass"""
     out, lse, _ = outputs(call.plan, engine, q, v, False)
     sums = gradient_buffers(call, lse)
     engine = engine_of(call, q, k, v, (out, lse, out), sums)
-    yield from local.backward_launches(call.plan, engine, q, k, v, out, lse)
     if "lse" not in call.returns:  # else its gradient is unknown
-        yield engine.delta(out, out, None, lse)
+        CompilingEngine(engine).delta(out, out, None, lse)()
+    inputs = BackwardInputs(out, None, q, k, v, out, lse)
+    compile_pass(partial(start_backward, call, inputs, lse), engine, call.plan.world_size)
 
 
 def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> Requests[Any]:
     """Return the schedule that computes dq, dk, dv, and adds gradients of captures to ``sums``."""
     engine, dout, dlse = backward_engine(call, inputs, sums)
-    steps = _backward_steps(call, engine, inputs, dout, dlse)
-    if may_compile(call, engine):
-        _, _, q, k, v, _, lse = inputs
-        return followed(steps, partial(local.backward_launches, call.plan, engine, q, k, v, dout, lse))
-    return steps
+    inputs = inputs._replace(dout=dout, dlse=dlse)
+    steps = _backward_steps(call, engine, inputs)
+    if not may_compile(engine):
+        return steps
+    start = partial(start_backward, call, inputs, inputs.lse)
+    return followed(steps, partial(compile_pass, start, engine, call.plan.world_size))
 
 
-def _backward_steps(
-    call: Call, engine: Engine, inputs: BackwardInputs, dout: Tensor, dlse: Tensor | None
-) -> Requests[Any]:
-    _, _, q, k, v, out, lse = inputs
-    delta = start_delta(call, engine, out, dout, dlse, lse)
-    keys = k
+def start_backward(call: Call, inputs: BackwardInputs, delta: Tensor, engine: Engine) -> Requests[Any]:
+    """Begin a backward pass, without what it shares with others: delta and sums of captures."""
+    dout, _, q, k, v, _, lse = inputs
     if call.expand is not None and not k.stride(0):
-        keys = k.clone(memory_format=torch.contiguous_format)  # a separate gradient for each batch row
+        k = k.clone(memory_format=torch.contiguous_format)  # a separate gradient for each batch row
     schedule = schedule_of(call.plan, call.is_invariant)
-    grads = yield from schedule.backward(call.plan, engine, q, keys, v, dout, lse, delta)
+    return schedule.backward(call.plan, engine, q, k, v, dout, lse, delta)
+
+
+def _backward_steps(call: Call, engine: Engine, inputs: BackwardInputs) -> Requests[Any]:
+    dout, dlse, q, k, v, out, lse = inputs
+    delta = start_delta(call, engine, out, dout, dlse, lse)
+    grads = yield from start_backward(call, inputs, delta, engine)
     return [in_own_memory(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
 
 

@@ -3,11 +3,11 @@
 A pass of a schedule is a generator: it yields a collective to start and gets back a ticket, yields the ticket
 to wait and gets back the tensor. Computation between the two overlaps with the messages. ``run`` drives one
 rank over a process group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a
-time; ``run_alone`` drives a rank without a group.
+time; ``run_alone`` drives a rank without a group; ``run_dry`` drives one without messages.
 """
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -112,6 +112,34 @@ def run_alone(schedule: Requests[T]) -> T:
     raise RuntimeError(f"a rank without a process group requests a {type(request).__name__}: pass its mesh")
 
 
+def run_dry(schedule: Requests[T], world_size: int, watch: Callable[[Collective], object] = id) -> T:
+    """Drive the schedule of one of ``world_size`` ranks without messages: what it receives is uninitialised
+    memory. watch: called with each collective"""
+    answer: Any = None
+    while True:
+        try:
+            request = schedule.send(answer)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        if isinstance(request, Ticket):
+            answer = request.take_result()
+        else:
+            watch(request)
+            answer = Ticket(_empty_result(request, world_size), None, request)
+
+
+def _empty_result(request: Collective, world_size: int) -> Tensor:
+    """Allocate the result of a collective."""
+    match request:
+        case AllGather(x):
+            return x.new_empty(x.shape[0] * world_size, *x.shape[1:])
+        case ReduceScatter(x):
+            return x.new_empty(x.shape[0] // world_size, *x.shape[1:])
+        case AllToAll(x, _, recvs, target):
+            return x.new_empty(sum(recvs), *x.shape[1:]) if target is None else target
+
+
 def _describe(request: Any, group: dist.ProcessGroup, turn: int = 1) -> str:
     """Name a request and its peers, for an error."""
     name = f"turn {turn} of a layer's schedule, {type(request).__name__}"
@@ -170,17 +198,17 @@ def _start(request: Collective, group: dist.ProcessGroup) -> Ticket:
     channel, on_host = groups.data_communicator(group, x.device), x.device.type == "cpu"
     match request:
         case AllGather():
-            result = x.new_empty(x.shape[0] * world, *x.shape[1:])
+            result = _empty_result(request, world)
             work = _all_gather(result, x, group=channel, async_op=True)
         case ReduceScatter() if on_host:  # gloo's all_gather does this too, but waits without a timeout
             total = x.clone()
             work = dist.all_reduce(total, group=channel, async_op=True)
             result = total.chunk(world)[group.rank()]
         case ReduceScatter():
-            result = x.new_empty(x.shape[0] // world, *x.shape[1:])
+            result = _empty_result(request, world)
             work = _reduce_scatter(result, x, group=channel, async_op=True)
-        case AllToAll(x, sends, recvs, target):
-            result = x.new_empty(sum(recvs), *x.shape[1:]) if target is None else target
+        case AllToAll(x, sends, recvs):
+            result = _empty_result(request, world)
             work = dist.all_to_all_single(result, x, list(recvs), list(sends), group=channel, async_op=True)
     return Ticket(result, work, request, on_host)
 

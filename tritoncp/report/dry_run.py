@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.records import fields_of
-from tritoncp.distributed.collectives import AllGather, AllToAll, Collective, ReduceScatter, Requests, Ticket
+from tritoncp.distributed.collectives import Collective, run_dry
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.planning.costs.layer import Shape
 from tritoncp.planning.costs.traffic import Fetch, Hop
@@ -191,31 +191,3 @@ class DryEngine:
 
 def _start_nothing() -> None:
     pass
-
-
-def run_dry(schedule: Requests[T], world_size: int, watch: Callable[[Collective], object] = id) -> T:
-    """Drive the schedule of one rank whose messages from other ranks are uninitialised memory. watch: called
-    with each collective"""
-    answer: Any = None
-    while True:
-        try:
-            request = schedule.send(answer)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        if isinstance(request, Ticket):
-            answer = request.take_result()
-        else:
-            watch(request)
-            answer = Ticket(_receive(request, world_size), None, request)
-
-
-def _receive(request: Collective, world_size: int) -> Tensor:
-    """Allocate the result of a collective as a process group does."""
-    match request:
-        case AllGather(x):
-            return x.new_empty(x.shape[0] * world_size, *x.shape[1:])
-        case ReduceScatter(x):
-            return x.new_empty(x.shape[0] // world_size, *x.shape[1:])
-        case AllToAll(x, _, takes, target):
-            return x.new_empty(sum(takes), *x.shape[1:]) if target is None else target

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, PreparedStep, StepEngine
+from tritoncp.planning.step_tables import BackwardStep, StepEngine
 
 
 def pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
@@ -119,27 +119,16 @@ def dkdv(
 ) -> None:
     """Compute the gradients of a step's keys and values, and write them to dk, dv [B, h, rows, D|E] or add
     them; a fused engine adds the gradients of the queries to ``dq``."""
-    launch, parts = prepare_dkdv(engine, step, dk, dv, dq, add)
-    launch()
-    if parts is None:
-        return
-    d, e = dk.shape[3], dv.shape[3]
-    for grad, part in zip((dk, dv), parts.sum(2).split([d, e], 3), strict=True):
-        grad.copy_(grad + part if add else part)
-
-
-def prepare_dkdv(
-    engine: StepEngine, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False
-) -> tuple[PreparedStep, Tensor | None]:
-    """Return the launch of :func:`dkdv`, and the partial sums [B, h, split, rows, D + E] that it computes in
-    place of dk and dv."""
     (b, h, rows, d), e = dk.shape, dv.shape[3]
     has_own_rows = b == 1 or dk.stride(0) > 0  # stride 0: batch rows share storage, so split partials alias
     split = engine.split(step.q, step.k, step.tables) if has_own_rows else 1
     if split == 1:
-        return engine.dkdv(step, dk, dv, dq, add=add), None
+        engine.dkdv(step, dk, dv, dq, add=add)()
+        return
     parts = step.lse.new_zeros(b, h * split, rows, d + e)
-    return engine.dkdv(step, parts[..., :d], parts[..., d:], dq, split=split), parts.unflatten(1, (h, split))
+    engine.dkdv(step, parts[..., :d], parts[..., d:], dq, split=split)()
+    for grad, part in zip((dk, dv), parts.unflatten(1, (h, split)).sum(2).split([d, e], 3), strict=True):
+        grad.copy_(grad + part if add else part)
 
 
 def separate(dkv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

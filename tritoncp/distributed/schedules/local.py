@@ -13,10 +13,9 @@ from tritoncp.distributed.schedules.buffers import (
     dq_of_one_step,
     empty_grad,
     outputs,
-    prepare_dkdv,
 )
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep, ForwardStep, PreparedStep, StepEngine
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep, StepEngine
 
 
 def forward(
@@ -46,13 +45,3 @@ def backward(
         dkdv(engine, step, dk, dv, dq)
     return dq, dk, dv
     yield  # a schedule is a generator
-
-
-def backward_launches(
-    plan: Plan, engine: StepEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor
-) -> list[PreparedStep]:
-    """Prepare the launches of :func:`backward` with buffers of their own, to compile their kernels."""
-    step = BackwardStep(q, k, v, dout, lse, lse, plan.tables_for(q, plan.rank))
-    dq = dq_of_one_step(plan, engine, q, lse)
-    dk, dv = (empty_grad(x, x.dtype, True) for x in (k, v))
-    return [prepare_dkdv(engine, step, dk, dv, dq)[0], engine.dq(step, dq)]
