@@ -255,7 +255,7 @@ _RULES: dict[str, _Tiles] = {
             576: Config(64, 32, 8, 1),
         },
         "dq, heavy": {128: Config(128, 32, 8, 2), 256: Config(128, 32, 8, 2)},  # 776 and 296 bytes
-        "dq, scored": {128: Config(128, 32, 8, 2)},  # 224 bytes
+        "dq, scored": {128: Config(128, 64, 8, 2)},  # 224 bytes
         "dkdv": {
             128: Config(64, 128, 8, 2),
             256: Config(128, 64, 8, 1, FLIP=True),
