@@ -148,6 +148,29 @@ def test_the_same_call_of_all_ranks_raises_nothing():
     assert run(2, work) == [0, 1]
 
 
+def shifted(n):
+    table = torch.arange(2.0 * S + n)
+    return lambda score, b, h, q_idx, kv_idx: score + table[q_idx - kv_idx + n].sin()
+
+
+def test_ranks_that_have_seen_other_integers_still_agree():
+    """Whether an integer in an index is a constant depends on the calls before. Ranks compare neither."""
+
+    def rank_of_two(group):
+        x = torch.randn(1, 2, S, 8, generator=torch.Generator().manual_seed(0))
+        if group.rank():  # alone
+            flex_attention(x, x, x, shifted(S), mask())
+        plan = make_plan(mask(), mesh=group)
+        shards = [tritoncp.shard(x, plan, group, dim=2) for _ in range(3)]
+        outs = [flex_attention(*shards, shifted(n), plan, mesh=group) for n in (S + 1, S + 3, S, S + 4)]
+        return [tritoncp.unshard(out, plan, group, dim=2) for out in outs]
+
+    x = torch.randn(1, 2, S, 8, generator=torch.Generator().manual_seed(0))
+    for results in run(2, rank_of_two):
+        for n, result in zip((S + 1, S + 3, S, S + 4), results, strict=True):
+            torch.testing.assert_close(result, flex_attention(x, x, x, shifted(n), mask()))
+
+
 def test_lengths_that_do_not_add_up_raise_on_all_ranks():
     def work(group):
         local = mask(length=S // 2)

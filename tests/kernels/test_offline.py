@@ -133,8 +133,14 @@ def test_score_mods_spill_few_bytes(arch: str) -> None:
     """They may spill a few registers that the loops do not use."""
     scores = "alibi", "softcap", "table", "table_learns", "bias_learns", "slopes_learn"
     rows = compile_jobs(scored_jobs(arch, (64, 128, 256), ("causal", "documents"), *scores))
-    # A table spills 512 and 80 bytes here: smaller tiles would cost nearly half and a third of the bound.
-    spilling = {("sm_80", "dkdv", 256), ("sm_100", "dq", 256)}
+    # A table spills 512 and 80 bytes on sm_80 and sm_100: smaller tiles would cost nearly half and a third of
+    # the bound. On sm_90 ALiBi of documents spills 80 (169 warp instructions, 160 without), softcap 80.
+    spilling = {
+        ("sm_80", "dkdv", 256),
+        ("sm_100", "dq", 256),
+        ("sm_90", "forward", 128),
+        ("sm_90", "dkdv", 256),
+    }
     check(arch, [row for row in rows if (arch, row["kernel"], row["head_dim"]) not in spilling], spill=24)
 
 

@@ -86,14 +86,14 @@ def engine_of(
     if not uses_triton(device):
         return _cpu_engine_of(call, q, k, grads)
     warn_untested("torch", "triton")
-    tensors, numbers = call.score_tensors, ()
+    tensors, mod = call.score_tensors, ()
     if score is not None:
         if 0 in [x.ndim for x in tensors]:  # may be on the CPU: torch combines them with any tensor
             tensors = upload(tensors, device)  # at every call, since they may be edited between calls
-        numbers = tuple(map(specialisation_of, score.number_arguments))
+        mod = score.digest, *map(specialisation_of, score.number_arguments)
     layouts = tuple(map(layout_of, (q, k, v, *extra, *grads, *tensors)))
     key: Any = (  # equal to the EngineKey of these fields, which takes longer to make
-        call.facts or Facts.of(call, q, k, v), numbers, layouts, plan.rank,
+        call.facts or Facts.of(call, q, k, v), mod, layouts, plan.rank,
         call.group and weakref.ref(call.group), device, executed_target(), tile_tables.table_generation,
     )  # fmt: skip
     engines = ENGINES.of(plan.derived)

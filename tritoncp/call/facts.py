@@ -196,7 +196,8 @@ class EngineKey(NamedTuple):
     keys may run them too: Triton compiles a kernel only for constants and alignments that it has not seen.
 
     facts:   facts of the call
-    numbers: properties of the captured numbers for which Triton specialises kernels
+    mod:     digest of the score_mod, and properties of its captured numbers for which Triton specialises
+        kernels
     layouts: layouts of this rank's tensors, see :func:`tritoncp.kernels.layouts.layout_of`
     rank:    rank of the plan
     group:   weak reference to the process group, or None
@@ -206,7 +207,7 @@ class EngineKey(NamedTuple):
     """
 
     facts: Facts
-    numbers: tuple[Any, ...]
+    mod: tuple[Any, ...]
     layouts: tuple[Any, ...]
     rank: int
     group: Any
@@ -236,9 +237,8 @@ def _selected_text(structure: tuple[int, ...] | None) -> str:
 
 
 def structure_of_score(score: Mod | None) -> tuple[Any, ...] | None:
-    """Return the digest of a score_mod, the indices of its captures that require grad, and the types of its
-    captured numbers; None for None."""
-    return None if score is None else (score.digest, score.wants, *map(type, score.numbers))
+    """Return the form of a score_mod, and the indices of its captures that require grad; None for None."""
+    return None if score is None else (score.form, score.wants)
 
 
 def structure_of_expansion(expand: Expansion) -> tuple[Any, ...]:
@@ -285,7 +285,7 @@ def form_of(mod: Any) -> str:
     False
     """
     if isinstance(mod, Mod):
-        return mod.digest
+        return mod.form
     if isinstance(mod, functools.partial):
         return f"partial({form_of(mod.func)})"
     if isinstance(mod, MaskMod):

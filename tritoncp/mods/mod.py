@@ -58,6 +58,7 @@ class Mod:
     back: `grad` without additions to dcaps
     loads: number of axes of a score tile (q, kv) on which addresses of loads from `tensors` depend: 0 if only
         on b and h, 2 if each score loads another value
+    form: hash that is equal on all ranks: `digest` of the mod whose offsets are all in `numbers`
     """
 
     digest: str
@@ -70,6 +71,7 @@ class Mod:
     graph: fx.GraphModule | None
     back: JITFunction | None = None
     loads: int = 2
+    form: str = ""
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         """Call the torch form with the current captures, so that a Mod is a mask_mod or score_mod in
@@ -82,6 +84,7 @@ class Mod:
         return self.graph.forward(*arguments, *self.tensors, *self.numbers)  # without hooks
 
     def __post_init__(self) -> None:
+        vars(self)["form"] = self.form or self.digest
         # `structure_of` finds the Mod without captures while any Mod with its digest is alive.
         if (structure := _STRUCTURES.get(self.digest)) is None:
             copy = object.__new__(Mod)
@@ -239,6 +242,9 @@ def hand_written(fn: Any) -> bool:
 _LOCK = threading.RLock()
 # (state, number of arguments, dtypes) -> (Mod without captured tensors, `_tensor_sources` of these).
 _TRANSLATIONS: BoundedCache[Any, Any] = BoundedCache(256)
+# Mod.form -> the offsets of its first Mod, which stay constants of that Mod; other offsets are numbers of a
+# second Mod, which serves all values.
+_FIRST_OFFSETS: BoundedCache[str, tuple[int, ...]] = BoundedCache(256)
 
 
 @host_only
@@ -309,23 +315,31 @@ def _trace(
     """Trace and translate a mod; return it with its :func:`_tensor_sources`."""
     from tritoncp.mods.translate.trace import trace_mod  # late: it imports Dynamo, which plans do not need
 
-    trace = trace_mod(fn, is_score, dtype, state)
-    return _build(trace), _tensor_sources(trace, state.tensors)
+    trace, form = trace_mod(fn, is_score, dtype, state), ""
+    if trace.offsets:
+        with_inputs = trace_mod(fn, is_score, dtype, state, True)
+        mod = _build(with_inputs)
+        form = mod.digest
+        if (_FIRST_OFFSETS.get(form) or _FIRST_OFFSETS.put(form, trace.offsets)) != trace.offsets:
+            return mod, _tensor_sources(with_inputs, state.tensors)
+    return _build(trace, form), _tensor_sources(trace, state.tensors)
 
 
-def _build(trace: ModTrace) -> Mod:
+def _build(trace: ModTrace, form: str = "") -> Mod:
+    """Translate a trace. form: of the Mod; "": its digest"""
     try:
-        return _build_kernels(trace)
+        return _build_kernels(trace, form)
     except Untranslatable as error:
-        captures = [(tensor.dtype, tensor.ndim) for tensor in trace.tensors], trace.wants, trace.dtype
-        source = f"# {error.operation} is not translated\n{_torch_form(trace)}\n# {captures}"
+        kinds = [(tensor.dtype, tensor.ndim) for tensor in trace.tensors], trace.wants, trace.dtype
+        source = f"# {error.operation} is not translated\n{_torch_form(trace)}\n# {kinds}"
         names = _ARGUMENTS[6 if trace.is_score else 5].split(", ")
         refusal = Refusal(tuple(names), error)
         numbers, digest = trace.numbers, source_cache.digest_of(source)
-        return Mod(digest, source, refusal, None, trace.tensors, numbers, trace.wants, trace.forward, None)
+        captures = trace.tensors, numbers, trace.wants
+        return Mod(digest, source, refusal, None, *captures, trace.forward, None, form=form)
 
 
-def _build_kernels(trace: ModTrace) -> Mod:
+def _build_kernels(trace: ModTrace, form: str) -> Mod:
     from tritoncp.mods.translate.emit import emit_source  # late: it imports Dynamo
 
     source, loads = emit_source(trace)
@@ -336,7 +350,7 @@ def _build_kernels(trace: ModTrace) -> Mod:
     back = source_cache.load(emit_source(score_only)[0]).score_grad if trace.wants else grad
     digest = source_cache.digest_of(f"{source}\n{_torch_form(trace)}")  # it may have many torch forms
     captures = trace.tensors, trace.numbers, trace.wants
-    return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads)
+    return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads, form)
 
 
 def _torch_form(trace: ModTrace) -> str:

@@ -101,14 +101,28 @@ def kept(n: int, m: int) -> Callable[..., Any]:
     return lambda s, b, h, q, k: torch.where((q - k > n) & (k >= 0), s * m, s + 1)
 
 
-@pytest.mark.parametrize("make", [shifted, clamped, divided])
-def test_integers_in_indices_stay_constants(make: Callable[..., Any]) -> None:
+def extended(n: int) -> Callable[..., Any]:
+    table = torch.arange(2.0 * N + n)
+    return lambda s, b, h, q, k: s + table[q - k + table.shape[0] - N]
+
+
+@pytest.mark.parametrize("make", [shifted, clamped, divided, extended])
+def test_offsets_are_constants_until_they_change(make: Callable[..., Any]) -> None:
+    """The first value has a source of its own, all others share one. Ranks compare the same form, whatever
+    they have seen before."""
     scores = torch.randn(N, N)
-    for n in (1, 5):
-        mod = score_mod(make(n))
-        assert mod.numbers == ()
+    mods = [score_mod(make(n)) for n in (5, 7, 1, 5, 12)]
+    for n, mod in zip((5, 7, 1, 5, 12), mods):
+        assert bool(mod.numbers) == (n != 5)
         torch.testing.assert_close(run_score(mod, scores), eager_score(make(n), scores))
-    assert "wrap" not in score_mod(clamped(5)).source
+    assert len({mod.form for mod in mods}) == 1 and mods[0].digest == mods[3].digest
+    assert {mod.digest for mod in (mods[1], mods[2], mods[4])} == {mods[0].form}
+
+
+def test_offsets_as_constants_bound_an_index() -> None:
+    """An index that is known not to be negative needs no case for those that count from the end."""
+    far = 9
+    assert "wrap" not in score_mod(lambda s, b, h, q, k: s + BIAS[(q - k).clamp(-far, far) + far]).source
 
 
 def test_numbers_in_the_source_are_told_from_captured_numbers() -> None:

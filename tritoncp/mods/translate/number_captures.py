@@ -3,12 +3,16 @@
 A constant that equals a captured number becomes an argument, unless the source of its operation shows that it
 is another one: if they are equal by chance, the argument still has the right value. Other constants stay in
 the emitted source. The function is traced again for each new value of a number, as it may branch on it.
+
+*Offsets* are integers in the addresses of captured tensors, captured or computed, as ``n - 1`` in
+``bias[q_idx - kv_idx + n - 1]``. As arguments they make kernels spill (dK/dV of a learned table, 128
+channels, sm_90: 88 bytes), so that they become arguments only where they change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -24,37 +28,46 @@ _NUMBER_OPS = frozenset(
 )
 
 
-def lift_numbers(graph: fx.Graph, captured: Sequence[int | float]) -> tuple[int | float, ...]:
-    """Replace constants that are captured numbers by inputs n0, n1, ...; return these numbers in order.
+class Lifted(NamedTuple):
+    """The numbers that became inputs of a graph, in order, and the offsets in it, lifted or not."""
 
-    Integers in addresses of captured tensors remain constants, mostly sizes and offsets: as arguments, they
-    made dK/dV of a learned table spill (16 bytes, 128 channels, sm_90).
+    numbers: tuple[int | float, ...]
+    offsets: tuple[int, ...]
+
+
+def lift_numbers(graph: fx.Graph, captured: Sequence[int | float], lifts_offsets: bool = False) -> Lifted:
+    """Replace constants that are captured numbers, and with ``lifts_offsets`` offsets, by inputs n0, n1, ...
 
     Equal numbers have an input each if their operations name other operands, so that a graph does not depend
-    on which numbers are equal.
+    on which numbers are equal; so has each offset.
     """
     inputs: dict[tuple[Any, ...], fx.Node] = {}
+    offsets: list[int] = []
     addresses, values = _address_nodes(graph), {(type(number), repr(number)) for number in captured}
     last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    for node in list(graph.nodes) if values else ():
+    for node in list(graph.nodes):
         operands = node.meta.get("operands", Operands())
         for place, constant in enumerate(node.args):
+            if type(constant) not in (int, float) or not _takes_number(node, place, constant):
+                continue
             value = type(constant), repr(constant)
-            if type(constant) not in (int, float) or value not in values:
-                continue
-            if not operands.may_be_captured(constant):
-                continue
             if type(constant) is int and node in addresses:
+                if value in operands.literals:
+                    continue
+                offsets.append(constant)
+                if not lifts_offsets:
+                    continue
+                key: tuple[Any, ...] = node, place
+            elif value in values and operands.may_be_captured(constant):
+                key = *value, operands.names
+            else:
                 continue
-            if not _takes_number(node, place, constant):
-                continue
-            key = (*value, operands.names)
             if key not in inputs:
                 with graph.inserting_after(last_input):
                     last_input = inputs[key] = graph.placeholder(f"n{len(inputs)}")
                 last_input.meta["number"] = constant
             node.update_arg(place, inputs[key])
-    return tuple([node.meta["number"] for node in inputs.values()])
+    return Lifted(tuple([node.meta["number"] for node in inputs.values()]), tuple(offsets))
 
 
 def _address_nodes(graph: fx.Graph) -> set[fx.Node]:

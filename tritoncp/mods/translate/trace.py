@@ -66,6 +66,7 @@ class ModTrace:
     name, origin: name and file:line of the function, for messages
     dtype: dtype of scores
     constants: indices in `tensors` of the constant tensors that the function makes
+    offsets: see :mod:`tritoncp.mods.translate.number_captures`
     """
 
     name: str
@@ -79,23 +80,26 @@ class ModTrace:
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
     constants: tuple[int, ...]
+    offsets: tuple[int, ...]
 
 
-def trace_mod(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState) -> ModTrace:
-    """Trace `fn`, and replace constants of the graph that are captured numbers by inputs."""
+def trace_mod(
+    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState, lifts_offsets: bool = False
+) -> ModTrace:
+    """Trace `fn`, and replace constants of the graph that are captured numbers, or offsets, by inputs."""
     device = _device(state.tensors)
     recorder = _Recorder(fn)
     leaves, own_gradients = _record(fn, is_score, dtype, device, recorder)
     graph, tensors = recorder.graph, recorder.tensors
     make_pure(graph, origin(fn))
-    numbers = lift_numbers(graph, state.numbers)
+    numbers, offsets = lift_numbers(graph, state.numbers, lifts_offsets)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(leaves) if leaf is t}
     forward, joint, back = split_outputs(graph, is_score, list(grads.values()))
     forward.meta["own_gradients"] = own_gradients, back
     constants = tuple(recorder.constants)
     return ModTrace(
         describe(fn), origin(fn), is_score, dtype, forward, joint, back, tuple(tensors), numbers,
-        tuple(grads), constants,
+        tuple(grads), constants, offsets,
     )  # fmt: skip
 
 
