@@ -91,20 +91,28 @@ class World:
         return plan
 
     @host_only
-    def shard(self, x: Tensor, plan: MaskLike | None, **options: Any) -> list[Tensor]:
+    def shard(
+        self, x: Tensor, plan: MaskLike | None, *, dim: int, side: str = "q", batch_dim: int | None = 0,
+        pad: float | int | bool = 0,
+    ) -> list[Tensor]:  # fmt: skip
         """Return the shards of all ranks of a global tensor, see :func:`tritoncp.shard`.
 
         Args:
             x: any tensor whose dimension ``dim`` is the global sequence.
             plan: Plan of any rank; or a mask or None, for even pieces in natural order.
-            options: keyword arguments of :func:`tritoncp.shard`.
+            dim: dimension that is sharded.
+            side: "q", or "kv" if the plan places queries and keys differently.
+            batch_dim: batch dimension, needed if the plan places batch rows differently; None: there is none.
+            pad: value of the padding rows at the end of a plan's shard.
 
         Returns:
             A list of shards, by rank.
         """
         plan = self._checked(plan)
         return [
-            shards.cut(x, plan.for_rank(rank) if isinstance(plan, Plan) else plan, place, **options)
+            shards.cut(
+                x, plan.for_rank(rank) if isinstance(plan, Plan) else plan, place, dim, side, batch_dim, pad
+            )
             for rank, place in enumerate(self._places)
         ]
 
