@@ -190,9 +190,13 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
         return CpuEngine(call.scale, call_mods.check_torch_form(mask), **settings)
     captures = call.score_tensors
     wide, targets = torch.promote_types(dtype, torch.float32), [captures[i] for i in score.wants]
+    from tritoncp.mods.translate.elementwise import elementwise_form  # late: as translation
+
     graph: Any = score.graph
-    run = graph.forward  # not called as a module, since hooks of modules would see it
     own_gradients, back = graph.meta.get("own_gradients", ((), None))
+    form = None if own_gradients else elementwise_form(graph, 5)
+    graph, settings["elementwise"] = form or graph, form is not None
+    run = graph.forward  # not called as a module, since hooks of modules would see it
     if any(x.dtype.itemsize < wide.itemsize for x in targets):
         run = WideGradients(graph, wide).run
         targets = [x.to(torch.promote_types(x.dtype, wide)) for x in targets]

@@ -37,6 +37,7 @@ class CpuEngine:
 
     mask:     the mask_mod (b, h, q_idx, kv_idx) -> bool
     score:    (captures that require grad) -> the score_mod (score, b, h, q_idx, kv_idx) -> score
+    elementwise: whether the score_mod takes tensors that broadcast, see :class:`Scores`
     captures: these captures, in the dtype in which gradients are accumulated
     grads:    buffers for their gradients
     first_row:  index in the whole batch of the tensors' batch row 0, for masks and mods
@@ -51,6 +52,7 @@ class CpuEngine:
     grads: Sequence[Tensor] = ()
     first_row: int = 0
     first_head: int = 0
+    elementwise: bool = False
     steps: BoundedCache[Any, Step] = field(default_factory=lambda: BoundedCache(64))
     v_head_dim = None  # the head dim of values
     selected = None  # the mask alone decides
@@ -179,7 +181,8 @@ class CpuEngine:
                     yield from ((group, piece) for piece in part.split_rows(height))
 
     def _scores(self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None) -> Scores:
-        return Scores(self.scale, self.score, step.indices(group, tiles), visible)
+        indices = step.indices(group, tiles)
+        return Scores(self.scale, self.score, indices, visible, self.elementwise)
 
     def _forward_tiles(
         self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +12,6 @@ from torch import Tensor
 from tritoncp.mods.tracing import vmapped
 
 ScoreMod = Callable[..., Tensor]
-# vmap dimensions of (score, b, h, q_idx, kv_idx) from keys to tiles: for indices of rows and keys, and for
-# indices of each pair
-_GRID = (0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None), (0, 0, None, 0, 0)
-_PAIR = (0, None, None, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -26,20 +21,24 @@ class Scores:
     score:   (captures that require grad) -> the score_mod, or None
     indices: b [n], h [H], q_idx [n, height], kv_idx [n, width]
     visible: bool [n, 1 or H, height, width], None for all pairs
+    elementwise: whether the score_mod takes 4-d tensors that broadcast, as
+        :func:`tritoncp.mods.translate.elementwise.elementwise_form` makes it, else 0-d ones
     """
 
     scale: float
     score: Callable[[Sequence[Tensor]], ScoreMod] | None
     indices: tuple[Tensor, Tensor, Tensor, Tensor]
     visible: Tensor | None
+    elementwise: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return (out [n, H, height, E], lse [n, H, height]) of tiles."""
-        scores = self._modified(self._raw(q, k), captures)
+        raw = self._raw(q, k)
+        scores = self._modified(raw, captures)
         top = scores.amax(-1)
         m = torch.where(top == -torch.inf, 0, top)
-        # torch.sub, not sub_: a score_mod may return a view of the scores or of a capture.
-        p = _probabilities(torch.sub(scores, m[..., None]))
+        # Not sub_: a score_mod may return a view of a capture. (New memory would take longer than sub.)
+        p = _probabilities(torch.sub(scores, m[..., None], out=raw))
         total = p.sum(-1)
         filled = total != 0  # also true for NaN
         total = torch.where(filled, total, 1)
@@ -82,47 +81,54 @@ class Scores:
         return _products(q * self.scale, k, transpose=True)
 
     def _modified(self, raw: Tensor, captures: Sequence[Tensor]) -> Tensor:
-        """Apply the score_mod; scores of hidden pairs become -inf. The score_mod may be undefined for hidden
-        pairs, so it gets the score and indices of a visible pair in their place."""
-        scores, (b, h, rows, keys) = raw, self.indices
-        if self.score is not None:
-            mod = self.score(captures)
-            if self.visible is None:
-                scores = vmapped(mod, *_GRID)(raw, b, h, rows, keys)
-            else:
-                visible, h, rows, keys = self._with_visible_pairs(raw)
-                scores = vmapped(mod, *_pair_levels(h, rows))(visible, b, h, rows, keys)
-            scores = scores.to(raw.dtype)
+        """Apply the score_mod; scores of hidden pairs become -inf."""
+        scores = raw if self.score is None else self._call(self.score(captures), raw, not captures)
         return scores if self.visible is None else torch.where(self.visible, scores, -torch.inf)
 
-    def _with_visible_pairs(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (scores, heads [H] or [n, H], rows and keys [n, (H,) height, width]) of all pairs, with
-        hidden pairs replaced by the tile's first visible pair for this head, or else for another head."""
+    def _call(self, mod: ScoreMod, raw: Tensor, may_try: bool) -> Tensor:
+        """Call the score_mod for all pairs. It may be undefined for hidden pairs: what an elementwise one
+        returns for them is not used, but if it raises (a gather), or captures get gradients, to which hidden
+        pairs could add NaN (0 times infinity), it gets a visible pair in their place."""
+        b, h, rows, keys = self.indices
+        indices = b[:, None, None, None], h[:, None, None], rows[:, None, :, None], keys[:, None, None, :]
+        if self.visible is not None and self.elementwise and may_try:
+            try:
+                return _scores_of(mod, True, raw, *indices)
+            except (IndexError, RuntimeError):
+                pass  # of a visible pair, it is raised again
+        if self.visible is not None:
+            raw, indices = self._with_visible_pairs(raw)
+        return _scores_of(mod, self.elementwise, raw, *indices)
+
+    def _with_visible_pairs(self, raw: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return scores, and b, h, q_idx and kv_idx, 4-d, of all pairs, with hidden pairs replaced by the
+        tile's first visible pair for this head, or else for another head."""
         assert self.visible is not None
-        _, heads, rows, keys = self.indices
+        b, heads, rows, keys = self.indices
         first = self.visible.flatten(2).int().argmax(-1)  # [n, 1 or H]
-        scores = raw.detach().flatten(2)
+        scores, heads = raw.detach().flatten(2), heads[None]
         if first.shape[1] > 1:
             sees = self.visible.flatten(2).any(-1)
-            other = torch.where(sees, torch.arange(len(heads)), sees.int().argmax(1, keepdim=True))
-            first, heads = first.gather(1, other), heads[other]
+            other = torch.where(sees, torch.arange(heads.shape[1]), sees.int().argmax(1, keepdim=True))
+            first, heads = first.gather(1, other), heads[0, other]
             scores = scores.gather(1, other[..., None].expand_as(scores))
         width = self.visible.shape[3]
         pairs = []
         for index, place, shape in ((rows, first // width, (-1, 1)), (keys, first % width, (1, -1))):
             substitute = index.gather(1, place)[..., None, None]  # [n, 1 or H, 1, 1]
             pairs.append(torch.where(self.visible, index.unflatten(1, shape)[:, None], substitute))
-        if pairs[0].shape[1] == 1:
-            pairs = [x[:, 0] for x in pairs]
         scores = scores.gather(2, first.expand(-1, raw.shape[1])[..., None])
-        return torch.where(self.visible, raw, scores[..., None]), heads, pairs[0], pairs[1]
+        indices = b[:, None, None, None], heads[..., None, None], *pairs
+        return torch.where(self.visible, raw, scores[..., None]), indices
 
 
-def _pair_levels(heads: Tensor, rows: Tensor) -> tuple[Any, ...]:
-    """Return the dimensions for :func:`vmapped` if rows and keys have an entry for each pair."""
-    per_head = None if rows.ndim == 3 else 0
-    tile = 0, 0, None if heads.ndim == 1 else 0, 0, 0
-    return _PAIR, _PAIR, (0, None, 0, per_head, per_head), tile
+def _scores_of(mod: ScoreMod, elementwise: bool, raw: Tensor, *indices: Tensor) -> Tensor:
+    """Return the scores of a score_mod for 4-d tensors that broadcast, in the shape and dtype of raw."""
+    if elementwise:
+        return mod(raw, *indices).to(raw.dtype).expand(raw.shape)
+    levels = [(0, *(None if x.shape[dim] == 1 else 0 for x in indices)) for dim in reversed(range(raw.ndim))]
+    used = [x.squeeze([dim for dim, size in enumerate(x.shape) if size == 1]) for x in indices]
+    return vmapped(mod, *levels)(raw, *used).to(raw.dtype)
 
 
 def _probabilities(x: Tensor) -> Tensor:

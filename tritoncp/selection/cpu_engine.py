@@ -180,7 +180,8 @@ class SelectedCpuEngine:
         return acc, m, l, largest.clone()
 
     def _scores(self, tile: SelectedTile) -> Scores:
-        return Scores(self.base.scale, self.base.score, tile.indices, tile.visible)
+        base = self.base
+        return Scores(base.scale, base.score, tile.indices, tile.visible, base.elementwise)
 
     def _tiles(self, q: Tensor, k: Tensor, tables: Tables) -> Iterator[SelectedTile]:
         """Yield the tiles of a step that have a visible pair. Each query is in one tile for each of its

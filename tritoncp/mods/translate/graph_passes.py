@@ -98,7 +98,7 @@ def split_outputs(
     order: indices of the gradients that the second graph returns
     """
     if not is_score:
-        return _graph_module(graph), None, None
+        return make_module(graph), None, None
     (outputs,) = next(n for n in graph.nodes if n.op == "output").args
     out, dscore, *grads = outputs
     parts: list[fx.GraphModule] = []
@@ -109,11 +109,11 @@ def split_outputs(
         _erase_unused_nodes(part)
         if result is out:
             part.erase_node(next(node for node in part.nodes if node.name == "dscore"))
-        parts.append(_graph_module(part))
+        parts.append(make_module(part))
     return parts[0], parts[1], parts[2]
 
 
-def _graph_module(graph: fx.Graph) -> fx.GraphModule:
+def make_module(graph: fx.Graph) -> fx.GraphModule:
     """Make the GraphModule of a graph, and remove its source from linecache and torch's cache, which never
     free it. Only tracebacks read these copies; ``module.code`` has the source too."""
     module = fx.GraphModule(torch.nn.Module(), graph)
