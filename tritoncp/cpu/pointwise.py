@@ -19,7 +19,7 @@ class Scores:
     """The scores of a batch of tiles.
 
     score:   (captures that require grad) -> the score_mod, or None
-    indices: b [n], h [H], q_idx [n, height], kv_idx [n, width]
+    indices: b [n, 1, 1, 1], h [1, H, 1, 1], q_idx [n, 1, height, 1], kv_idx [n, 1, 1, width]
     visible: bool [n, 1 or H, height, width], None for all pairs
     elementwise: whether the score_mod takes 4-d tensors that broadcast, as
         :func:`tritoncp.mods.translate.elementwise.elementwise_form` makes it, else 0-d ones
@@ -60,6 +60,8 @@ class Scores:
         ds = _products(dout, v, transpose=True).sub_(delta[..., None]).mul_(p)
         if pull is not None:
             ds, *captured = pull(ds)
+            if self.visible is not None:  # the score_mod's derivative may be infinite for hidden pairs
+                ds = torch.where(self.visible, ds, 0)
         heads = k.shape[1]
         return (
             _products(ds, k) * self.scale,
@@ -82,44 +84,44 @@ class Scores:
 
     def _modified(self, raw: Tensor, captures: Sequence[Tensor]) -> Tensor:
         """Apply the score_mod; scores of hidden pairs become -inf."""
-        scores = raw if self.score is None else self._call(self.score(captures), raw, not captures)
+        scores = raw
+        if self.score is not None:
+            mod = self.score(captures)
+            # The gradients of captures would get 0 times infinity from hidden pairs.
+            scores = None if self.visible is not None and captures else self._of_all_pairs(mod, raw)
+            if scores is None:
+                scores = _scores_of(mod, self.elementwise, *self._with_visible_pairs(raw))
         return scores if self.visible is None else torch.where(self.visible, scores, -torch.inf)
 
-    def _call(self, mod: ScoreMod, raw: Tensor, may_try: bool) -> Tensor:
-        """Call the score_mod for all pairs. It may be undefined for hidden pairs: what an elementwise one
-        returns for them is not used, but if it raises (a gather), or captures get gradients, to which hidden
-        pairs could add NaN (0 times infinity), it gets a visible pair in their place."""
-        b, h, rows, keys = self.indices
-        indices = b[:, None, None, None], h[:, None, None], rows[:, None, :, None], keys[:, None, None, :]
-        if self.visible is not None and self.elementwise and may_try:
-            try:
-                return _scores_of(mod, True, raw, *indices)
-            except (IndexError, RuntimeError):
-                pass  # of a visible pair, it is raised again
-        if self.visible is not None:
-            raw, indices = self._with_visible_pairs(raw)
-        return _scores_of(mod, self.elementwise, raw, *indices)
+    def _of_all_pairs(self, mod: ScoreMod, raw: Tensor) -> Tensor | None:
+        """Return the scores of all pairs; None if the score_mod may be undefined for a hidden pair. (What an
+        elementwise one returns for hidden pairs is not used, but it may raise, for example at a gather.)"""
+        if self.visible is None:
+            return _scores_of(mod, self.elementwise, raw, *self.indices)
+        try:
+            return _scores_of(mod, True, raw, *self.indices) if self.elementwise else None
+        except (IndexError, RuntimeError):
+            return None
 
-    def _with_visible_pairs(self, raw: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return scores, and b, h, q_idx and kv_idx, 4-d, of all pairs, with hidden pairs replaced by the
-        tile's first visible pair for this head, or else for another head."""
+    def _with_visible_pairs(self, raw: Tensor) -> tuple[Tensor, ...]:
+        """Return scores, b, h, q_idx and kv_idx of all pairs, 4-d, with hidden pairs replaced by the tile's
+        first visible pair for this head, or else for another head."""
         assert self.visible is not None
         b, heads, rows, keys = self.indices
         first = self.visible.flatten(2).int().argmax(-1)  # [n, 1 or H]
-        scores, heads = raw.detach().flatten(2), heads[None]
+        scores = raw.detach().flatten(2)
         if first.shape[1] > 1:
             sees = self.visible.flatten(2).any(-1)
-            other = torch.where(sees, torch.arange(heads.shape[1]), sees.int().argmax(1, keepdim=True))
-            first, heads = first.gather(1, other), heads[0, other]
+            other = torch.where(sees, torch.arange(heads.numel()), sees.int().argmax(1, keepdim=True))
+            first, heads = first.gather(1, other), heads.flatten()[other][..., None, None]
             scores = scores.gather(1, other[..., None].expand_as(scores))
         width = self.visible.shape[3]
         pairs = []
-        for index, place, shape in ((rows, first // width, (-1, 1)), (keys, first % width, (1, -1))):
-            substitute = index.gather(1, place)[..., None, None]  # [n, 1 or H, 1, 1]
-            pairs.append(torch.where(self.visible, index.unflatten(1, shape)[:, None], substitute))
+        for index, place in ((rows, first // width), (keys, first % width)):
+            substitute = index.flatten(1).gather(1, place)[..., None, None]  # [n, 1 or H, 1, 1]
+            pairs.append(torch.where(self.visible, index, substitute))
         scores = scores.gather(2, first.expand(-1, raw.shape[1])[..., None])
-        indices = b[:, None, None, None], heads[..., None, None], *pairs
-        return torch.where(self.visible, raw, scores[..., None]), indices
+        return torch.where(self.visible, raw, scores[..., None]), b, heads, *pairs
 
 
 def _scores_of(mod: ScoreMod, elementwise: bool, raw: Tensor, *indices: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache
-from tritoncp.cpu.packing import Packing, row_index
+from tritoncp.cpu.packing import Packing, gather
 from tritoncp.cpu.tiles import (
     KeyRanges,
     PackedTile,
@@ -81,11 +81,13 @@ class Step:
         return any(batch.kind != "full" for group in self.groups for batch in group.batches)
 
     def indices(self, group: HeadGroup, batch: TileBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the global indices of tiles: b [n], h [H], q_idx [n, height], kv_idx [n, width]."""
-        rows = self.q.positions[row_index(batch.rows, batch.height)]
-        keys = self.kv.positions[row_index(batch.cols, batch.width)]
+        """Return the global indices of tiles, which broadcast: b [n, 1, 1, 1], h [1, H, 1, 1], q_idx
+        [n, 1, height, 1], kv_idx [n, 1, 1, width]."""
+        rows = gather(self.q.positions[None, :, None], batch.rows, batch.height)
+        keys = gather(self.kv.positions[None, :, None], batch.cols, batch.width).mT
         heads = torch.arange(group.heads.start, group.heads.stop) + self.first_head
-        return torch.tensor([tile.batch for tile in batch.tiles]) + self.first_row, heads, rows, keys
+        b = torch.tensor([tile.batch for tile in batch.tiles]) + self.first_row
+        return b[:, None, None, None], heads[None, :, None, None], rows, keys
 
     def visible(self, group: HeadGroup, batch: TileBatch) -> Tensor | None:
         """Return the visible pairs of tiles: bool [n, 1 or H, height, width]; None if their kind tells."""
@@ -98,17 +100,18 @@ class Step:
         b, h, rows, keys = self.indices(group, batch)
         if self.mask is not None:
             levels = (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)
-            pairs = vmapped(self.mask, *levels)(b, h, rows, keys)
+            numbers = b.flatten(), h.flatten(), rows.flatten(1), keys.flatten(1)
+            pairs = vmapped(self.mask, *levels)(*numbers)
             pairs = pairs[:, :1] if pairs.stride(1) == 0 else pairs
         elif self.window is not None:
             left, right = self.window
-            gap = rows[:, None, :, None] - keys[:, None, None, :]
+            gap = rows - keys
             pairs = torch.ones_like(gap, dtype=torch.bool) if left is None else gap <= left
             pairs = pairs if right is None else pairs & (gap >= -right)
         else:
             assert group.lo is not None and group.hi is not None
-            index, keys = row_index(batch.rows, batch.height)[:, None, :, None], keys[:, None, None, :]
-            pairs = (keys >= group.lo[index]) & (keys < group.hi[index])
+            lo, hi = (gather(x[None, :, None], batch.rows, batch.height) for x in (group.lo, group.hi))
+            pairs = (keys >= lo) & (keys < hi)
         return pairs
 
     def decides(self, group: HeadGroup, slots: Sequence[SlotRow], keys: Range) -> bool:

@@ -29,7 +29,8 @@ class SelectedTile(NamedTuple):
     rows:    int64 [n, height], rows of the queries in the tensors; the last ones may be past their end
     keys:    int64 [n, width], rows of the keys in the step's buffer, 0 where a key is hidden from all queries
     entries: int64 [n, width], place of the key, or of its block, in its row of the selection
-    indices: b [n], h [H], q_idx [n, height], kv_idx [n, width], of the whole sequence and layer
+    indices: b [n, 1, 1, 1], h [1, H, 1, 1], q_idx [n, 1, height, 1], kv_idx [n, 1, 1, width], of the whole
+             sequence and layer
     visible: bool [n, 1 or H, height, width]
     """
 
@@ -234,8 +235,8 @@ class SelectedCpuEngine:
         visible, rows, keys, entries, q_idx, kv_idx = (
             x[shows] for x in (visible, rows, keys, entries, q_idx, kv_idx)
         )
-        b = torch.full((len(rows),), batch + base.first_row)
-        indices_of = b, head_numbers, q_idx, kv_idx
+        b = torch.full((len(rows), 1, 1, 1), batch + base.first_row)
+        indices_of = b, head_numbers[None, :, None, None], q_idx[:, None, :, None], kv_idx[:, None, None, :]
         return SelectedTile(batch, heads, kv_heads, rows, keys, entries, indices_of, visible)
 
 
