@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,27 @@ from torch import Tensor
 from tritoncp.mods.tracing import vmapped
 
 ScoreMod = Callable[..., Tensor]
+PIECE = 1 << 18  # max scores of pointwise operations of a forward pass: small results take memory in use
+
+
+def _with_hidden_pairs(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method of :class:`Scores`, whose last argument are the captures. The score_mod may be
+    undefined for hidden pairs. What an elementwise one returns for them is not used; but where it raises, for
+    example at a gather, or captures get gradients, to which hidden pairs could add 0 times infinity, it gets
+    visible pairs in their place."""
+
+    @functools.wraps(compute)
+    def run(self: Scores, *args: Any) -> Any:
+        hides = self.score is not None and self.visible is not None
+        if not hides or (self.elementwise and not args[-1]):
+            try:
+                return compute(self, *args)
+            except (IndexError, RuntimeError):
+                if not hides:
+                    raise
+        return compute(replace(self, substitutes=True), *args)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -23,6 +46,7 @@ class Scores:
     visible: bool [n, 1 or H, height, width], None for all pairs
     elementwise: whether the score_mod takes 4-d tensors that broadcast, as
         :func:`tritoncp.mods.translate.elementwise.elementwise_form` makes it, else 0-d ones
+    substitutes: whether the score_mod gets visible pairs in place of hidden ones
     """
 
     scale: float
@@ -30,21 +54,26 @@ class Scores:
     indices: tuple[Tensor, Tensor, Tensor, Tensor]
     visible: Tensor | None
     elementwise: bool = False
+    substitutes: bool = False
 
+    @_with_hidden_pairs
     def forward(self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return (out [n, H, height, E], lse [n, H, height]) of tiles."""
-        raw = self._raw(q, k)
-        scores = self._modified(raw, captures)
-        top = scores.amax(-1)
-        m = torch.where(top == -torch.inf, 0, top)
-        # Not sub_: a score_mod may return a view of a capture. (New memory would take longer than sub.)
-        p = _probabilities(torch.sub(scores, m[..., None], out=raw))
-        total = p.sum(-1)
+        p = self._raw(q, k)
+        total, m = p.new_empty(p.shape[:3]), p.new_empty(p.shape[:3])
+        for at, piece in self._pieces():
+            raw = p[:, :, at]
+            scores = piece._modified(raw, captures)
+            top = scores.amax(-1)
+            m[:, :, at] = top = torch.where(top == -torch.inf, 0, top)
+            # Not sub_: a score_mod may return a view of a capture.
+            total[:, :, at] = _probabilities(torch.sub(scores, top[..., None], out=raw)).sum(-1)
         filled = total != 0  # also true for NaN
         total = torch.where(filled, total, 1)
         lse = torch.where(filled, m + total.log(), -torch.inf)
         return _products(p, v) / total[..., None], lse
 
+    @_with_hidden_pairs
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
         captures: Sequence[Tensor],
@@ -70,11 +99,13 @@ class Scores:
             captured,
         )
 
+    @_with_hidden_pairs
     def probabilities(self, q: Tensor, k: Tensor, lse: Tensor, captures: Sequence[Tensor]) -> Tensor:
         """Return the probabilities of the pairs of tiles: [n, H, height, width]. lse: [n, H, height],
         finite"""
         return _probabilities(torch.sub(self._modified(self._raw(q, k), captures), lse[..., None]))
 
+    @_with_hidden_pairs
     def largest(self, q: Tensor, k: Tensor, captures: Sequence[Tensor]) -> Tensor:
         """Return the largest score of each row of tiles: [n, H, height]."""
         return self._modified(self._raw(q, k), captures).amax(-1)
@@ -82,26 +113,26 @@ class Scores:
     def _raw(self, q: Tensor, k: Tensor) -> Tensor:
         return _products(q * self.scale, k, transpose=True)
 
+    def _pieces(self) -> Iterator[tuple[slice, Scores]]:
+        """Yield slices of rows, and the scores of these rows; all at once if rows may need a visible pair of
+        others."""
+        (b, h, rows, keys), visible = self.indices, self.visible
+        count = max(1, PIECE // (len(b) * h.shape[1] * keys.shape[3]))
+        if self.substitutes or count >= rows.shape[2]:
+            yield slice(None), self
+            return
+        for start in range(0, rows.shape[2], count):
+            at = slice(start, start + count)
+            part = None if visible is None else visible[:, :, at]
+            yield at, replace(self, indices=(b, h, rows[:, :, at], keys), visible=part)
+
     def _modified(self, raw: Tensor, captures: Sequence[Tensor]) -> Tensor:
         """Apply the score_mod; scores of hidden pairs become -inf."""
         scores = raw
         if self.score is not None:
-            mod = self.score(captures)
-            # The gradients of captures would get 0 times infinity from hidden pairs.
-            scores = None if self.visible is not None and captures else self._of_all_pairs(mod, raw)
-            if scores is None:
-                scores = _scores_of(mod, self.elementwise, *self._with_visible_pairs(raw))
+            pairs = self._with_visible_pairs(raw) if self.substitutes else (raw, *self.indices)
+            scores = _scores_of(self.score(captures), self.elementwise, *pairs)
         return scores if self.visible is None else torch.where(self.visible, scores, -torch.inf)
-
-    def _of_all_pairs(self, mod: ScoreMod, raw: Tensor) -> Tensor | None:
-        """Return the scores of all pairs; None if the score_mod may be undefined for a hidden pair. (What an
-        elementwise one returns for hidden pairs is not used, but it may raise, for example at a gather.)"""
-        if self.visible is None:
-            return _scores_of(mod, self.elementwise, raw, *self.indices)
-        try:
-            return _scores_of(mod, True, raw, *self.indices) if self.elementwise else None
-        except (IndexError, RuntimeError):
-            return None
 
     def _with_visible_pairs(self, raw: Tensor) -> tuple[Tensor, ...]:
         """Return scores, b, h, q_idx and kv_idx of all pairs, 4-d, with hidden pairs replaced by the tile's
