@@ -13,9 +13,12 @@ from tritoncp.mods.translate.graph_passes import make_module
 aten = torch.ops.aten
 # Operations that act on each element, without torch's tag for these.
 _UNTAGGED = {
-    aten._to_copy.default, aten.detach.default, aten.floor_divide.default,
+    aten._to_copy.default, aten.detach.default, aten.floor_divide.default, aten.rsub.Tensor,
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
 }  # fmt: skip
+
+_INTEGERS = torch.int32, torch.int64  # of indices; others are masks
+Gather = tuple[fx.Node, list[fx.Node]]
 
 
 def elementwise_form(graph: fx.GraphModule, arguments: int) -> fx.GraphModule | None:
@@ -42,55 +45,58 @@ def elementwise_form(graph: fx.GraphModule, arguments: int) -> fx.GraphModule | 
 
 def _make_form(graph: fx.GraphModule, arguments: int) -> fx.GraphModule | None:
     form, copies, of_pairs = fx.Graph(), dict[fx.Node, Any](), set[fx.Node]()
+    gathers: dict[fx.Node, Gather] = {}
 
-    def spread(x: Any) -> Any:
+    def spread(x: fx.Node) -> fx.Node:
         """Return the copy of an operand; a 0-d tensor that all pairs share gets four dimensions, as types are
         promoted otherwise for 0-d tensors."""
-        is_tensor = isinstance(x, fx.Node) and isinstance(x.meta.get("val"), Tensor)
-        if not is_tensor or x in of_pairs:
-            return copies[x] if isinstance(x, fx.Node) else x
+        if x in of_pairs or not isinstance(x.meta.get("val"), Tensor):
+            return copies[x]
         return form.call_function(aten.reshape.default, (copies[x], [1] * 4))
 
     for place, node in enumerate(graph.graph.nodes):
         if node.op == "output":
             form.output(spread(node.args[0]))
-        elif node.op == "placeholder" or of_pairs.isdisjoint(node.all_input_nodes):
+            continue
+        if node.op == "placeholder" or of_pairs.isdisjoint(node.all_input_nodes):
             copies[node] = form.node_copy(node, copies.__getitem__)
             of_pairs |= {node} if place < arguments else set()
-        elif node.target is aten.clone.default:
+            continue
+        of_pairs.add(node)
+        if node.target is aten.clone.default:
             copies[node] = copies[node.args[0]]  # nothing is edited in place
-            of_pairs.add(node)
-        elif _is_gather(node, of_pairs) or _is_elementwise(node):
-            table = node.args[:1] if node.target is aten.index.Tensor else ()
-            arguments_of = [copies[x] if x in table else fx.map_arg(x, spread) for x in node.args]
-            copies[node] = form.call_function(
-                node.target, tuple(arguments_of), fx.map_arg(node.kwargs, spread)
-            )
-            copies[node].meta = node.meta
-            of_pairs.add(node)
+        elif node.target is aten.index.Tensor and (gather := _find_gather(node, gathers, of_pairs)):
+            table, indices = gathers[node] = gather
+            if _rank(node) == 0:
+                operands = copies[table], [spread(index) for index in indices]
+                copies[node] = form.call_function(node.target, operands)
+        elif _is_elementwise(node):
+            operands = fx.map_arg(node.args, spread)
+            copies[node] = form.call_function(node.target, operands, fx.map_arg(node.kwargs, spread))
         else:
             return None
+        if node in copies:
+            copies[node].meta = node.meta
     return make_module(form)
+
+
+def _find_gather(node: fx.Node, gathers: dict[fx.Node, Gather], of_pairs: set[fx.Node]) -> Gather | None:
+    """Return a captured tensor and the indices, one for each of its first dimensions, of what the node reads;
+    None if it reads something else. gathers: of earlier nodes, so that table[h][q_idx] is one gather"""
+    source, new = node.args
+    table, indices = gathers.get(source, (source, []))
+    indices = [*indices, *new]
+    integers = [isinstance(i, fx.Node) and i.meta["val"].dtype in _INTEGERS and not _rank(i) for i in indices]
+    return (table, indices) if table not in of_pairs and all(integers) else None
 
 
 def _is_elementwise(node: fx.Node) -> bool:
     """Return whether an operation on 0-d tensors acts on each element."""
-    tensors = [node, *node.all_input_nodes]
     tags = getattr(node.target, "tags", ())
-    return (torch.Tag.pointwise in tags or node.target in _UNTAGGED) and all(map(_is_scalar, tensors))
+    is_known = torch.Tag.pointwise in tags or node.target in _UNTAGGED
+    return is_known and not any(map(_rank, [node, *node.all_input_nodes]))
 
 
-def _is_gather(node: fx.Node, of_pairs: set[fx.Node]) -> bool:
-    """Return whether the node reads one element of a captured tensor for each pair."""
-    if node.target is not aten.index.Tensor or node.args[0] in of_pairs:
-        return False
-    indices = node.args[1]
-    integers = [
-        isinstance(i, fx.Node) and _is_scalar(i) and i.meta["val"].dtype != torch.bool for i in indices
-    ]
-    return all(integers) and len(indices) == node.args[0].meta["val"].ndim
-
-
-def _is_scalar(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return not isinstance(value, Tensor) or value.ndim == 0
+def _rank(node: fx.Node) -> int:
+    """Return the number of dimensions of a node's result; 0 for a number."""
+    return getattr(node.meta.get("val"), "ndim", 0)
