@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tritoncp.cpu import engine, pointwise
+from tritoncp.cpu import pointwise
 from tritoncp.reference.dense import dense_attention
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
@@ -33,7 +33,7 @@ UNDEFINED: dict[str, ScoreMod] = {
     "root": lambda s, b, h, q, kv: s * (q - kv).sqrt(),
     "root of the score": lambda s, b, h, q, kv: (s * s * (q - kv)).sqrt(),
     "infinite derivative": lambda s, b, h, q, kv: (s * (q >= kv)).abs().sqrt(),
-    "row of an expression": lambda s, b, h, q, kv: s + (TABLE * SLOPES[:, None])[h][q - kv],
+    "operation on a row": lambda s, b, h, q, kv: s + (-(TABLE * SLOPES[:, None])[h])[q - kv],
 }
 
 
@@ -100,7 +100,7 @@ def test_an_index_out_of_range_for_a_visible_pair_raises() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_key_that_is_not_finite_stays_out_of_rows_that_do_not_see_it(value: float, dtype: torch.dtype) -> None:
+def test_a_key_that_is_not_finite_changes_no_row_that_hides_it(value: float, dtype: torch.dtype) -> None:
     q, k, v = (x.detach().to(dtype) for x in inputs()[0])
     mask = inputs()[1]
     score = ELEMENTWISE["alibi"]
@@ -111,14 +111,26 @@ def test_a_key_that_is_not_finite_stays_out_of_rows_that_do_not_see_it(value: fl
     torch.testing.assert_close(out[:, :, 260:], want[:, :, 260:])
 
 
-def test_the_score_mod_is_called_once_for_each_piece_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward pass calls it for pieces, a backward pass for whole tiles."""
+@pytest.mark.parametrize("name", ["alibi", "operation on a row"])
+def test_the_number_of_calls_of_a_score_mod_is_that_of_tiles_or_pieces(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a forward pass without vmap takes pieces of tiles. Each pass calls it for the same pairs."""
     leaves, mask, _ = inputs()
     calls: list[int] = []
     scores_of = pointwise._scores_of
     monkeypatch.setattr(pointwise, "_scores_of", lambda *x: calls.append(x[2].numel()) or scores_of(*x))
-    out = tritoncp.flex_attention(*leaves, ELEMENTWISE["alibi"], mask)
-    tiles, pairs = len(calls), sum(calls)
-    out.sum().backward()
-    assert len(calls) == 2 * tiles and sum(calls) == 2 * pairs
-    assert tiles <= 12 and pairs <= 2 * engine.CACHE_SCORES
+
+    def count(piece: int) -> tuple[list[int], list[int]]:
+        calls.clear()
+        monkeypatch.setattr(pointwise, "PIECE", piece)
+        out = tritoncp.flex_attention(*leaves, {**ELEMENTWISE, **UNDEFINED}[name], mask)
+        forward = list(calls)
+        out.sum().backward()
+        return forward, calls[len(forward) :]
+
+    forward, backward = count(1 << 30)
+    assert forward == backward and len(forward) <= 12
+    pieces, tiles = count(max(forward) // 4)
+    assert tiles == backward and sum(pieces) == sum(forward)
+    assert len(pieces) > 2 * len(tiles) if name == "alibi" else pieces == tiles

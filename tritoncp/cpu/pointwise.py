@@ -18,19 +18,18 @@ PIECE = 1 << 18  # max scores of pointwise operations of a forward pass: small r
 
 
 def _with_hidden_pairs(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of :class:`Scores`, whose last argument are the captures. The score_mod may be
-    undefined for hidden pairs. What an elementwise one returns for them is not used; but where it raises, for
-    example at a gather, or captures get gradients, to which hidden pairs could add 0 times infinity, it gets
-    visible pairs in their place."""
+    """Decorate a method of :class:`Scores`. The score_mod may be undefined for hidden pairs. What an
+    elementwise one returns for them is not used; if it raises, for example at a gather, it gets visible pairs
+    in their place, as one under vmap does."""
 
     @functools.wraps(compute)
     def run(self: Scores, *args: Any) -> Any:
         hides = self.score is not None and self.visible is not None
-        if not hides or (self.elementwise and not args[-1]):
+        if not hides or self.elementwise:
             try:
                 return compute(self, *args)
             except (IndexError, RuntimeError):
-                if not hides:
+                if not hides or self.substitutes:
                     raise
         return compute(replace(self, substitutes=True), *args)
 
@@ -79,6 +78,9 @@ class Scores:
         captures: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
         """Return (dq, dk, dv, gradients of captures) of tiles. lse: finite"""
+        if captures and self.visible is not None and not self.substitutes:
+            # Hidden pairs could add 0 times infinity to the gradients of captures.
+            return replace(self, substitutes=True).backward(q, k, v, dout, lse, delta, captures)
         raw, captured = self._raw(q, k), ()
         if self.score is None:
             scores, pull = self._modified(raw, ()), None
@@ -114,11 +116,11 @@ class Scores:
         return _products(q * self.scale, k, transpose=True)
 
     def _pieces(self) -> Iterator[tuple[slice, Scores]]:
-        """Yield slices of rows, and the scores of these rows; all at once if rows may need a visible pair of
-        others."""
+        """Yield slices of rows, and the scores of these rows: all rows under vmap, whose time does not depend
+        on their number, and if rows may need a visible pair of others."""
         (b, h, rows, keys), visible = self.indices, self.visible
         count = max(1, PIECE // (len(b) * h.shape[1] * keys.shape[3]))
-        if self.substitutes or count >= rows.shape[2]:
+        if not self.elementwise or self.substitutes or count >= rows.shape[2]:
             yield slice(None), self
             return
         for start in range(0, rows.shape[2], count):
