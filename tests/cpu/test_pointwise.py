@@ -19,17 +19,24 @@ from tritoncp.reference.dense import dense_attention
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 LENGTH, BLOCK = 320, 32
 SLOPES, TABLE = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.linspace(-1, 1, LENGTH).double()
+DOCUMENT = torch.arange(LENGTH) // 130
 ScoreMod = Callable[..., Tensor]
+
+
+def shown(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """The mask_mod of causal documents."""
+    return (q >= kv) & (DOCUMENT[q] == DOCUMENT[kv])
+
 
 ELEMENTWISE: dict[str, ScoreMod] = {
     "alibi": lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q),
     "softcap": lambda s, b, h, q, kv: 5 * torch.tanh(s / 5),
     "table": lambda s, b, h, q, kv: s + TABLE[q - kv],
 }
-# Not defined for keys after the query, which the mask hides.
+# Not defined for some or all pairs that the mask hides.
 UNDEFINED: dict[str, ScoreMod] = {
-    "gather": lambda s, b, h, q, kv: s + TABLE[torch.where(q >= kv, q - kv, 1 << 40)],
-    "division": lambda s, b, h, q, kv: s + 8 // (q - kv + 1).clamp(min=0),
+    "gather": lambda s, b, h, q, kv: s + TABLE[torch.where(shown(b, h, q, kv), q - kv, 1 << 40)],
+    "division": lambda s, b, h, q, kv: s + 8 // shown(b, h, q, kv).long(),
     "root": lambda s, b, h, q, kv: s * (q - kv).sqrt(),
     "root of the score": lambda s, b, h, q, kv: (s * s * (q - kv)).sqrt(),
     "infinite derivative": lambda s, b, h, q, kv: (s * (q >= kv)).abs().sqrt(),
@@ -41,11 +48,9 @@ def inputs() -> tuple[list[Tensor], Any, Tensor]:
     """Return q, k and v [1, 2, 320, 8], causal documents as a mask, and its visible pairs."""
     g = torch.Generator().manual_seed(2)
     leaves = [torch.randn(1, 2, LENGTH, 8, generator=g, dtype=torch.float64).requires_grad_() for _ in "qkv"]
-    document = torch.arange(LENGTH) // 130
-    mod = lambda b, h, q, kv: (q >= kv) & (document[q] == document[kv])  # noqa: E731
-    mask = tritoncp.create_block_mask(mod, 1, 1, LENGTH, LENGTH, BLOCK_SIZE=BLOCK)
+    mask = tritoncp.create_block_mask(shown, 1, 1, LENGTH, LENGTH, BLOCK_SIZE=BLOCK)
     at = torch.arange(LENGTH)
-    return leaves, mask, mod(0, 0, at[:, None], at).expand(1, 2, -1, -1)
+    return leaves, mask, shown(0, 0, at[:, None], at).expand(1, 2, -1, -1)
 
 
 def results(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
