@@ -3,7 +3,7 @@ operations."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -83,7 +83,7 @@ def _make_form(graph: fx.GraphModule, arguments: int) -> fx.GraphModule | None:
 def _find_gather(node: fx.Node, gathers: dict[fx.Node, Gather], of_pairs: set[fx.Node]) -> Gather | None:
     """Return a captured tensor and the indices, one for each of its first dimensions, of what the node reads;
     None if it reads something else. gathers: of earlier nodes, so that table[h][q_idx] is one gather"""
-    source, new = node.args
+    source, new = cast(Gather, node.args)
     table, indices = gathers.get(source, (source, []))
     indices = [*indices, *new]
     integers = [isinstance(i, fx.Node) and i.meta["val"].dtype in _INTEGERS and not _rank(i) for i in indices]
