@@ -176,7 +176,7 @@ _RULES: dict[str, _Tiles] = {
             64: Config(128, 64, 4, 2),
             128: Config(128, 64, 8, 2),
             192: Config(64, 32, 4, 1),
-            256: Config(64, 32, 4, 2),
+            256: Config(128, 16, 8, 2),
             320: Config(32, 32, 8, 1),  # 64 rows: 4640 bytes, with a piece of 64 channels
             384: Config(64, 32, 8, 1),
             448: Config(32, 32, 8, 1),  # 6360 bytes
@@ -193,10 +193,11 @@ _RULES: dict[str, _Tiles] = {
         "dq": {
             64: Config(64, 64, 4, 2),
             128: Config(128, 64, 8, 2),
-            256: Config(32, 32, 4, 2),
+            192: Config(32, 32, 4, 2),  # 64 rows: 296 bytes
+            256: Config(64, 64, 8, 1),
             576: Config(32, 32, 8, 1),
         },
-        "dq, heavy": {128: Config(64, 32, 4, 2)},  # 248 bytes
+        "dq, heavy": {128: Config(64, 32, 4, 2), 256: Config(32, 32, 4, 2)},  # 248, 8 bytes (264 by 3.9)
         "dkdv": {
             64: Config(64, 64, 4, 2),
             128: Config(32, 128, 8, 2),
@@ -285,7 +286,7 @@ _RULES: dict[str, _Tiles] = {
             576: Config(64, 64, 4, 1),
         },
         "dq": {
-            128: Config(128, 64, 4, 2, maxnreg=256),
+            128: Config(128, 64, 4, 1, maxnreg=256),  # mask_mod: 56 bytes without
             256: Config(64, 64, 4, 1, maxnreg=256),
             384: Config(64, 32, 8, 1, maxnreg=256),  # 384 channels: 72 bytes without
             576: Config(64, 32, 8, 1),
