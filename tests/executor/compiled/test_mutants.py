@@ -215,9 +215,7 @@ ALWAYS = "the predicate holds for all threads"
 UNAWAITED = "nobody waits for this phase: the loop is over, and the mbarrier is invalidated next"
 NEW = "the mbarrier is new, and the phase before its first counts as complete"
 IMPLIED = "the wait before implies it: of scores, that products of P are over; of P, that scores were read"
-BYTES_FIRST = (
-    "bytes may come before they are announced: the phase also waits for the announcement"
-)
+BYTES_FIRST = "bytes may come before they are announced: the phase also waits for the announcement"
 NEVER = "no warp comes here"
 MET = "the warps of all roles have met at a barrier behind the loop"
 # Numbers of the edits that cannot change a result, in the order of the text as a release of Triton writes it
