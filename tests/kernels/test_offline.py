@@ -130,18 +130,16 @@ def test_score_mods_that_learn_spill_nothing() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", resource_table.ARCHS)
 def test_score_mods_spill_few_bytes(arch: str) -> None:
-    """They may spill a few registers that the loops do not use."""
+    """A few registers, and some kernels more: on sm_80 dK/dV of tables in smaller tiles would cost nearly
+    half of the bound; on sm_90 ALiBi of documents takes 169 warp instructions (160 without a spill)."""
     scores = "alibi", "softcap", "table", "table_learns", "bias_learns", "slopes_learn"
     rows = compile_jobs(scored_jobs(arch, (64, 128, 256), ("causal", "documents"), *scores))
-    # A table spills 512 and 80 bytes on sm_80 and sm_100: smaller tiles would cost nearly half and a third of
-    # the bound. On sm_90 ALiBi of documents spills 80 (169 warp instructions, 160 without), softcap 80.
-    spilling = {
-        ("sm_80", "dkdv", 256),
-        ("sm_100", "dq", 256),
-        ("sm_90", "forward", 128),
-        ("sm_90", "dkdv", 256),
+    most = {
+        **{("sm_80", "dkdv", 128): 40, ("sm_80", "dkdv", 256): 520, ("sm_100", "dq", 256): 80},
+        **{("sm_90", "forward", 128): 80, ("sm_90", "dkdv", 128): 72, ("sm_90", "dkdv", 256): 80},
     }
-    check(arch, [row for row in rows if (arch, row["kernel"], row["head_dim"]) not in spilling], spill=24)
+    for row in rows:
+        check(arch, [row], spill=most.get((arch, row["kernel"], row["head_dim"]), 24))
 
 
 @pytest.mark.nightly
