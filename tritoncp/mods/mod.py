@@ -316,13 +316,13 @@ def _trace(
     from tritoncp.mods.translate.trace import trace_mod  # late: it imports Dynamo, which plans do not need
 
     trace, form = trace_mod(fn, is_score, dtype, state), ""
-    if trace.offsets:
-        with_inputs = trace_mod(fn, is_score, dtype, state, True)
-        mod = _build(with_inputs)
+    sources = _tensor_sources(trace, state.tensors)
+    if trace.lifted is not None:
+        mod = _build(trace.lifted)
         form = mod.digest
         if (_FIRST_OFFSETS.get(form) or _FIRST_OFFSETS.put(form, trace.offsets)) != trace.offsets:
-            return mod, _tensor_sources(with_inputs, state.tensors)
-    return _build(trace, form), _tensor_sources(trace, state.tensors)
+            return mod, sources
+    return _build(trace, form), sources
 
 
 def _build(trace: ModTrace, form: str = "") -> Mod:

@@ -119,6 +119,21 @@ def test_offsets_are_constants_until_they_change(make: Callable[..., Any]) -> No
     assert {mod.digest for mod in (mods[1], mods[2], mods[4])} == {mods[0].form}
 
 
+def test_offsets_take_no_further_call_of_a_mod() -> None:
+    def count(make_index: Callable[[Any], Any]) -> int:
+        calls = []
+
+        def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            calls.append(None)
+            return s + BIAS[make_index(q - k)]
+
+        score_mod(score)
+        return len(calls)
+
+    far = 11
+    assert count(lambda distance: distance + far) == count(lambda distance: distance) > 0
+
+
 def test_offsets_as_constants_bound_an_index() -> None:
     """An index that is known not to be negative needs no case for those that count from the end."""
     far = 9

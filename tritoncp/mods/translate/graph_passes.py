@@ -113,6 +113,13 @@ def split_outputs(
     return parts[0], parts[1], parts[2]
 
 
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph with the metadata of its nodes."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
 def make_module(graph: fx.Graph) -> fx.GraphModule:
     """Make the GraphModule of a graph, and remove its source from linecache and torch's cache, which never
     free it. Only tracebacks read these copies; ``module.code`` has the source too."""

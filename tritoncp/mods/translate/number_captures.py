@@ -11,8 +11,8 @@ channels, sm_90: 88 bytes), so that they become arguments only where they change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -28,46 +28,53 @@ _NUMBER_OPS = frozenset(
 )
 
 
-class Lifted(NamedTuple):
-    """The numbers that became inputs of a graph, in order, and the offsets in it, lifted or not."""
-
-    numbers: tuple[int | float, ...]
-    offsets: tuple[int, ...]
-
-
-def lift_numbers(graph: fx.Graph, captured: Sequence[int | float], lifts_offsets: bool = False) -> Lifted:
-    """Replace constants that are captured numbers, and with ``lifts_offsets`` offsets, by inputs n0, n1, ...
+def lift_numbers(graph: fx.Graph, captured: Sequence[int | float]) -> tuple[int | float, ...]:
+    """Replace constants that are captured numbers and no offsets by inputs n0, n1, ...; return these numbers
+    in order.
 
     Equal numbers have an input each if their operations name other operands, so that a graph does not depend
-    on which numbers are equal; so has each offset.
+    on which numbers are equal.
     """
     inputs: dict[tuple[Any, ...], fx.Node] = {}
+    values = {(type(number), repr(number)) for number in captured}
+    for node, place, constant, operands, is_address in _constants(graph) if values else ():
+        value = type(constant), repr(constant)
+        if value in values and operands.may_be_captured(constant) and not is_address:
+            key = *value, operands.names
+            if key not in inputs:
+                inputs[key] = _add_input(graph, constant)
+            node.update_arg(place, inputs[key])
+    return tuple([node.meta["number"] for node in inputs.values()])
+
+
+def lift_offsets(graph: fx.Graph) -> tuple[int, ...]:
+    """Replace offsets by an input each, after those of :func:`lift_numbers`; return the offsets in order."""
     offsets: list[int] = []
-    addresses, values = _address_nodes(graph), {(type(number), repr(number)) for number in captured}
-    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for node, place, constant, operands, is_address in _constants(graph):
+        if is_address and (type(constant), repr(constant)) not in operands.literals:
+            node.update_arg(place, _add_input(graph, constant))
+            offsets.append(constant)
+    return tuple(offsets)
+
+
+def _constants(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, Any, Operands, bool]]:
+    """Yield the constants that may be kernel arguments: node, place among its arguments, number, operands in
+    the source, and whether it is an integer in an address."""
+    addresses = _address_nodes(graph)
     for node in list(graph.nodes):
         operands = node.meta.get("operands", Operands())
         for place, constant in enumerate(node.args):
-            if type(constant) not in (int, float) or not _takes_number(node, place, constant):
-                continue
-            value = type(constant), repr(constant)
-            if type(constant) is int and node in addresses:
-                if value in operands.literals:
-                    continue
-                offsets.append(constant)
-                if not lifts_offsets:
-                    continue
-                key: tuple[Any, ...] = node, place
-            elif value in values and operands.may_be_captured(constant):
-                key = *value, operands.names
-            else:
-                continue
-            if key not in inputs:
-                with graph.inserting_after(last_input):
-                    last_input = inputs[key] = graph.placeholder(f"n{len(inputs)}")
-                last_input.meta["number"] = constant
-            node.update_arg(place, inputs[key])
-    return Lifted(tuple([node.meta["number"] for node in inputs.values()]), tuple(offsets))
+            if type(constant) in (int, float) and _takes_number(node, place, constant):
+                yield node, place, constant, operands, type(constant) is int and node in addresses
+
+
+def _add_input(graph: fx.Graph, number: int | float) -> fx.Node:
+    """Add an input for a number behind the other inputs."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(inputs[-1]):
+        added = graph.placeholder(f"n{sum('number' in node.meta for node in inputs)}")
+    added.meta["number"] = number
+    return added
 
 
 def _address_nodes(graph: fx.Graph) -> set[fx.Node]:

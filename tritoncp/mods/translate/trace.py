@@ -32,8 +32,8 @@ from tritoncp.core.host_copy import plain_autograd
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.fingerprint import ModState
 from tritoncp.mods.tracing import TensorIndexing, returns_view, written_tensors
-from tritoncp.mods.translate.graph_passes import FakeRecorder, make_pure, split_outputs
-from tritoncp.mods.translate.number_captures import lift_numbers
+from tritoncp.mods.translate.graph_passes import FakeRecorder, copy_graph, make_pure, split_outputs
+from tritoncp.mods.translate.number_captures import lift_numbers, lift_offsets
 from tritoncp.mods.translate.symbolic import TRITON_NAME
 from tritoncp.mods.user_code import (
     HAS_DATA_DEPENDENT_SHAPE,
@@ -66,7 +66,8 @@ class ModTrace:
     name, origin: name and file:line of the function, for messages
     dtype: dtype of scores
     constants: indices in `tensors` of the constant tensors that the function makes
-    offsets: see :mod:`tritoncp.mods.translate.number_captures`
+    offsets: integers in addresses, see :mod:`tritoncp.mods.translate.number_captures`
+    lifted: the trace with the offsets among its numbers; None without offsets
     """
 
     name: str
@@ -80,27 +81,31 @@ class ModTrace:
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
     constants: tuple[int, ...]
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...] = ()
+    lifted: ModTrace | None = None
 
 
-def trace_mod(
-    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState, lifts_offsets: bool = False
-) -> ModTrace:
-    """Trace `fn`, and replace constants of the graph that are captured numbers, or offsets, by inputs."""
+def trace_mod(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState) -> ModTrace:
+    """Trace `fn`, and replace constants of the graph that are captured numbers by inputs."""
     device = _device(state.tensors)
     recorder = _Recorder(fn)
     leaves, own_gradients = _record(fn, is_score, dtype, device, recorder)
     graph, tensors = recorder.graph, recorder.tensors
     make_pure(graph, origin(fn))
-    numbers, offsets = lift_numbers(graph, state.numbers, lifts_offsets)
+    numbers = lift_numbers(graph, state.numbers)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(leaves) if leaf is t}
-    forward, joint, back = split_outputs(graph, is_score, list(grads.values()))
-    forward.meta["own_gradients"] = own_gradients, back
-    constants = tuple(recorder.constants)
-    return ModTrace(
-        describe(fn), origin(fn), is_score, dtype, forward, joint, back, tuple(tensors), numbers,
-        tuple(grads), constants, offsets,
-    )  # fmt: skip
+
+    def finish(graph: fx.Graph, *own: int, **fields: Any) -> ModTrace:
+        forward, joint, back = split_outputs(graph, is_score, list(grads.values()))
+        forward.meta["own_gradients"] = own_gradients, back
+        return ModTrace(
+            describe(fn), origin(fn), is_score, dtype, forward, joint, back, tuple(tensors),
+            (*numbers, *own), tuple(grads), tuple(recorder.constants), **fields,
+        )  # fmt: skip
+
+    with_inputs = copy_graph(graph)
+    offsets = lift_offsets(with_inputs)
+    return finish(graph, offsets=offsets, lifted=finish(with_inputs, *offsets) if offsets else None)
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
